@@ -121,44 +121,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         launch = Launch(count, _without_sharding(count), description, torchrun="SHARDING=ddp")
         return (launch, []) if count >= 1 else (None, [f"--num_processes must be at least 1, got {count}."])
     try:
-        config = load_config_from_file(accelerate_config)
-        kind = getattr(config.distributed_type, "value", config.distributed_type)
-        count = config.num_processes if num_processes is None else num_processes
-        section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, replicas, problem, words = None, 1, "", kind
-        sharding = _without_sharding(count)
-        if kind not in _KINDS:
-            problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_KINDS)}, in quotes."
-        elif count < 1 or (kind == "NO" and count > 1):
-            problem = f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes."
-        elif kind == "FSDP":
-            section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
-            version = fsdp_version(section)
-            replicas = int(config.parallelism_config.get("parallelism_config_dp_replicate_size", 1))
-            if replicas < 1 or count % replicas:
-                problem = (
-                    f"parallelism_config_dp_replicate_size={replicas} does not divide the {count} processes. Set it "
-                    "to the number of copies of the training state."
-                )
-            else:
-                sharding = _fsdp_sharding(section, count, config.num_machines, replicas)
-        elif kind == "DEEPSPEED":
-            section = config.deepspeed_config
-            stage = section.get("zero_stage", 2)  # accelerate's default
-            words = f"DeepSpeed ZeRO-{stage}"
-            if stage not in _ZERO_STAGES:
-                problem = f"zero_stage is {stage!r}. Set it to one of {', '.join(map(str, _ZERO_STAGES))}."
-            else:
-                sharding = zero_sharding(
-                    stage,
-                    count,
-                    offload_param_device=section.get("offload_param_device"),
-                    offload_optimizer_device=section.get("offload_optimizer_device"),
-                )
-        problem = problem or _problem_with_keys(section, config.parallelism_config)
-        if problem:
-            return None, [f"{accelerate_config}: {problem}"]
-        recomputes = fsdp_recomputes(section)
+        return _launch_of_file(accelerate_config, num_processes), []
     except UserError as error:
         return None, [f"{accelerate_config}: {error}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
@@ -166,25 +129,75 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         return None, [
             f"{accelerate_config}: {reason}. Name a file of `accelerate config` or recipes/accelerate_configs."
         ]
-    description = f"{_processes(count)}, {words} ({accelerate_config})"
+
+
+def _launch_of_file(path: str, num_processes: int | None) -> Launch:
+    """Return the launch of an accelerate file. Raise a `UserError` where accelerate would refuse it later or ignore a
+    key, and the errors of accelerate and YAML."""
+    config = load_config_from_file(path)
+    kind = getattr(config.distributed_type, "value", config.distributed_type)
+    processes = config.num_processes if num_processes is None else num_processes
+    if kind not in _KINDS:
+        raise UserError(f"distributed_type is {kind!r}. Set it to one of {', '.join(_KINDS)}, in quotes.")
+    if processes < 1 or (kind == "NO" and processes > 1):
+        raise UserError(f"num_processes is {processes} with distributed_type {kind}. Set it with --num_processes.")
+
+    section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
+    if kind == "FSDP":
+        section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
+    elif kind == "DEEPSPEED":
+        section = config.deepspeed_config
+    _check_keys(section, config.parallelism_config)
+
     precision = str(config.mixed_precision or "no").lower()
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
-    torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
     launch = Launch(
-        num_processes=count,
-        sharding=sharding,
-        description=description,
+        num_processes=processes,
+        sharding=_without_sharding(processes),
+        description=f"{_processes(processes)}, {kind} ({path})",
         kind=kind,
-        fsdp_version=version,
         mixed_precision=precision,
-        fsdp_recomputes=recomputes,
-        accelerate_config=accelerate_config,
-        torchrun=torchrun,
-        fsdp_keys=section if kind == "FSDP" else {},
+        accelerate_config=path,
+        torchrun=None if has_more else _variables_of_torchrun(kind, section, precision),
         num_machines=config.num_machines,
-        replicas=replicas,
     )
-    return launch, []
+    if kind == "FSDP":
+        replicas = _replicas(config.parallelism_config, processes)
+        return replace(
+            launch,
+            sharding=_fsdp_sharding(section, processes, config.num_machines, replicas),
+            fsdp_version=fsdp_version(section),
+            fsdp_recomputes=fsdp_recomputes(section),
+            fsdp_keys=section,
+            replicas=replicas,
+        )
+    if kind == "DEEPSPEED":
+        stage = section.get("zero_stage", 2)  # accelerate's default
+        if stage not in _ZERO_STAGES:
+            raise UserError(f"zero_stage is {stage!r}. Set it to one of {', '.join(map(str, _ZERO_STAGES))}.")
+        sharding = zero_sharding(
+            stage,
+            processes,
+            offload_param_device=section.get("offload_param_device"),
+            offload_optimizer_device=section.get("offload_optimizer_device"),
+        )
+        description = f"{_processes(processes)}, DeepSpeed ZeRO-{stage} ({path})"
+        return replace(launch, sharding=sharding, description=description)
+    return launch
+
+
+def _replicas(parallelism: dict[str, Any], processes: int) -> int:
+    """Return the number of copies of the training state under FSDP 2. Raise a `UserError` if accelerate would refuse
+    the sizes, which it does after the model is loaded."""
+    replicas = int(parallelism.get("parallelism_config_dp_replicate_size", 1))
+    shards = int(parallelism.get("parallelism_config_dp_shard_size", 1))
+    is_legal = replicas * shards == processes and (shards > 1 or processes == 1)
+    if parallelism and not is_legal:
+        raise UserError(
+            f"parallelism_config_dp_replicate_size={replicas} times parallelism_config_dp_shard_size={shards} must be "
+            f"the {processes} processes, with a shard size above 1. Correct both, or remove parallelism_config."
+        )
+    return replicas
 
 
 def _processes(number: int) -> str:
@@ -199,21 +212,20 @@ def _without_sharding(num_processes: int) -> Sharding:
     return Sharding("none" if num_processes == 1 else "ddp")
 
 
-def _problem_with_keys(section: dict[str, Any], parallelism: dict[str, Any]) -> str:
-    """Return what is wrong with the keys of an accelerate file for FSDP or DeepSpeed (`section`) and in its
-    `parallelism_config`; empty if they are legal."""
+def _check_keys(section: dict[str, Any], parallelism: dict[str, Any]) -> None:
+    """Raise a `UserError` if keys of an accelerate file for FSDP or DeepSpeed (`section`), or in its
+    `parallelism_config`, are illegal."""
     if "deepspeed_config_file" in section:
-        return "plan does not read deepspeed_config_file. Set zero_stage in its place."
+        raise UserError("plan does not read deepspeed_config_file. Set zero_stage in its place.")
     known = {action.dest for action in launch_command_parser()._actions}
     if ignored := (section.keys() | parallelism.keys()) - known:
-        return f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+        raise UserError(f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it.")
     splitting = [f"parallelism_config_{size}" for size in SPLITTING_SIZES]
     if split := [f"{key}={parallelism[key]}" for key in splitting if int(parallelism.get(key, 1)) > 1]:
-        return (
+        raise UserError(
             f"{' and '.join(split)} splits the model or its sequences over processes, each of which must generate and "
             "train completions of its own. Remove it; FSDP2 shards weights."
         )
-    return ""
 
 
 def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -> str | None:

@@ -44,7 +44,14 @@ FILES = [
     ((*FSDP, "parallelism_config: {parallelism_config_cp_size: 8}"), "parallelism_config_cp_size=8"),
     ((*FSDP, "parallelism_config: {parallelism_config_sp_size: 8}"), "parallelism_config_sp_size=8"),
     ((*FSDP, "parallelism_config: {tp_size: 2}"), "ignores tp_size"),
-    ((*FSDP, "parallelism_config: {parallelism_config_dp_replicate_size: 3}"), "dp_replicate_size=3 does not divide"),
+    *[
+        (
+            (*FSDP, f"parallelism_config: {{{', '.join(f'parallelism_config_dp_{s}' for s in sizes)}}}"),
+            r"times parallelism_config_dp_shard_size=\d must be the 8 processes, with a shard size above 1\. Correct",
+        )
+        for sizes in (["replicate_size: 3"], ["replicate_size: 2"], ["replicate_size: 8"], ["shard_size: 4"])
+    ],
+    ((*FSDP, "parallelism_config: {parallelism_config_dp_replicate_size: 3}"), "dp_replicate_size=3 times"),
 ]
 
 
