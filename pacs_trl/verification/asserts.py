@@ -4,6 +4,8 @@ Whatever a program returns is compared as a plain value, which it has to choose 
 
 - Values of the types in `exchange.py` arrive as such, instances of subclasses as the standard type they inherit from.
 - Instances of classes that the prelude defines, which both processes have, arrive as copies with the same attributes.
+- A call that returns `None` changes its arguments. After another one they are compared as the program changed them
+  with literals only: `f(x) == sorted(x)` must not be true of a program that empties `x`.
 - Other objects stay in the program's process. An object that a function returned equals only itself, has no methods
   that standard types have, and is iterated over once. An object that the asserts made, by calling a class of the
   program, answers for itself, because its methods are what is tested.
@@ -23,10 +25,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
-from .exchange import Connection, builtin_name, decode, refuse, shared_classes, update_arguments
+from .changed_arguments import CHANGED, ComparisonsOfArguments
+from .exchange import CONTAINERS, Connection, builtin_name, decode, refuse, shared_classes, update_arguments
 
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -48,6 +52,8 @@ class AssertsConnection(Connection):
         self.error_classes: dict[int, type[Exception]] = {}
         self.handed_over: dict[int, Any] = {}
         self.has_called = False
+        self.compares_arguments = False
+        self.changed_arguments: dict[int, tuple[Any, Any, Any]] = {}
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
         """Return the result of an operation in the program's process, or raise its exception."""
@@ -55,13 +61,29 @@ class AssertsConnection(Connection):
 
     def call(self, function: "Remote", args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the value of a function of the program. A call that returns `None` may be for its effect, so that
-        its arguments change with their copies."""
-        reply = self.request("call", (function, *args), kwargs)
-        value = self.decode(reply["value"])
+        its arguments change with their copies. After another one they stay, and `changed` returns the copies."""
+        operation = "call_with_changes" if self.compares_arguments else "call"
+        reply = self.request(operation, (function, *args), kwargs)
+        value, changed = self.decode(reply["value"]), self.decode(reply["changed"])
+        arguments = [*args, *kwargs.values()]
         if value is None:
-            changed = self.decode(reply["changed"])
-            update_arguments([*args, *kwargs.values()], changed, self.shared_classes.values())
+            update_arguments(arguments, changed, self.shared_classes.values())
+        if self.compares_arguments:
+            self.keep_changes(arguments, changed)
         return value
+
+    def keep_changes(self, arguments: list, changed: list) -> None:
+        """Keep the containers among the arguments of a call, as they are and as the program changed its copies."""
+        for argument, copy_of_program in zip(arguments, changed, strict=True):
+            if isinstance(argument, CONTAINERS):
+                after = copy(argument)
+                update_arguments([after], [copy_of_program])
+                self.changed_arguments[id(argument)] = argument, copy(argument), after
+
+    def changed(self, argument: Any) -> Any:
+        """Return an argument as the last call that got it changed it, unless the asserts have changed it since."""
+        _, before, after = self.changed_arguments.get(id(argument), (argument, None, argument))
+        return after if argument == before else argument
 
     def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return a new instance of a class of the program. Two calls must not give the same object, or all instances
@@ -108,7 +130,7 @@ class AssertsConnection(Connection):
             reply = self.exchange([operation, self.encode(list(args)), self.encode(kwargs)])
         except (EOFError, OSError) as error:
             raise ProgramEnded from error
-        self.has_called = self.has_called or operation == "call"
+        self.has_called = self.has_called or operation in ("call", "call_with_changes")
         if "raises" not in reply:
             return reply
         kind = self.decode_error_class(reply.get("class", reply["raises"]))
@@ -489,7 +511,7 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
     exception, or "no call" if they passed without a call. A failed assert at the top level does not end the process;
     the exit code is 1 after an exception in another statement, and if the program has ended."""
     connection, reports = AssertsConnection(), _Reports()
-    names = _Names({"__name__": "asserts", _REPORTS: reports})
+    names = _Names({"__name__": "asserts", _REPORTS: reports, CHANGED: connection.changed})
     sys.stdout = sys.stderr = io.StringIO()
     module = connection.objects[""] = Namespace(connection, "", name="")
     sys.modules["solution"] = module  # type: ignore[assignment]
@@ -499,7 +521,11 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
         connection.shared_classes = shared_classes(prelude, names)
         names_before = dict(names)
         names[name] = function = connection.name_object(name, name)
-        exec(compile(_with_reports(code), "asserts.py", "exec"), names)
+        tree = ast.parse(code)
+        comparisons = ComparisonsOfArguments(tree)
+        comparisons.visit(tree)
+        connection.compares_arguments = comparisons.any_compared
+        exec(compile(_with_reports(tree), "asserts.py", "exec"), names)
         tests = {key: value for key, value in names.items() if key not in names_before}
         for key, test in tests.items():
             if not isinstance(test, FunctionType):
@@ -524,9 +550,8 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
 _REPORTS = "<reports>"  # among the names of asserts, none of theirs
 
 
-def _with_reports(code: str) -> ast.Module:
+def _with_reports(tree: ast.Module) -> ast.Module:
     """Return asserts, each of those at the top level in the context of `_Reports`."""
-    tree = ast.parse(code)
     context = ast.withitem(ast.Name(_REPORTS, ast.Load()))
     tree.body = [ast.With([context], [part]) if isinstance(part, ast.Assert) else part for part in tree.body]
     return ast.fix_missing_locations(tree)

@@ -81,6 +81,7 @@ class ProgramConnection(Connection):
     def __init__(self) -> None:
         super().__init__()
         self.operations = {function.__name__: function for function in _FUNCTIONS}
+        self.operations["call_with_changes"] = operator.call  # the asserts compare arguments, too
         self.objects: dict[Any, Any] = {}
         self.asserts_objects: dict[int, AssertsObject] = {}
 
@@ -88,7 +89,8 @@ class ProgramConnection(Connection):
         args, kwargs = self.decode(data), self.decode(named)
         value = self.operations[operation](*args, **kwargs)
         is_for_effect = operation == "call" and value is None
-        arguments = [*args[1:], *kwargs.values()] if is_for_effect else []
+        has_changes = is_for_effect or operation == "call_with_changes"
+        arguments = [*args[1:], *kwargs.values()] if has_changes else []
         return {"value": self.encode(value), "changed": self.encode(arguments)}
 
     def report(self, error: BaseException) -> dict[str, Any]:

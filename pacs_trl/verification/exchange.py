@@ -107,11 +107,14 @@ def refuse(*value: Any) -> Any:
     raise ValueError(f"{value!r:.80} is no data")
 
 
+CONTAINERS = (list, deque, bytearray, dict, set)
+
+
 def update_arguments(arguments: list, changed: list, shared_classes: Iterable[type] = ()) -> None:
     """Change the containers among the arguments of a call, and the instances of shared classes, as the called
     function changed its copies."""
     for old, new in zip(arguments, changed, strict=True):
-        for kind in (list, deque, bytearray, dict, set, *shared_classes):
+        for kind in (*CONTAINERS, *shared_classes):
             if isinstance(old, kind) and isinstance(new, kind):
                 _replace_items(old, new)
 

@@ -161,6 +161,58 @@ def test_arguments_change_with_their_copies(verifier):
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0], grades
 
 
+UNIQUE = "def f(x):\n    x[:] = sorted(set(x)) + x[len(set(x)):]\n    return len(set(x))"
+EMPTY = "def f(x):\n    x.clear()\n    return []"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = [1, 1, 2]\nk = f(x)\nassert k == 2 and x[:k] == [1, 2]",
+        "x = [1, 1, 2]\nassert f(x) == 2 and sorted(x[:2]) == [1, 2]",
+        "x = [1, 1, 2]\nexpected = [1, 2]\nk = f(x=x)\nfor i in range(2):\n    assert x[i] == expected[i]",
+        "for x, expected in [([1, 1, 2], [1, 2])]:\n    assert f(x) in (2,)\n    assert x[:2] == expected",
+        "CASES = [([1, 1, 2], [1, 2])]\ndef check(f):\n  for x, y in CASES:\n    f(x)\n    assert x[:2] == y",
+    ],
+)
+def test_a_changed_argument_is_compared_with_a_literal(verifier, code):
+    """Also after a call that returns a value."""
+    programs = [UNIQUE, "def f(x): return len(set(x))", "def f(x):\n    x[:] = 3, 3\n    return 2", EMPTY]
+    grades = verifier.grade_detailed(list(map(block, programs)), [asserts(code)] * 4)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0], grades
+
+
+def test_an_argument_that_must_not_change_is_compared_with_a_literal(verifier):
+    programs = ["def f(x): return sorted(x)", "def f(x):\n    x.sort()\n    return x"]
+    tests = asserts("x = [3, 1]\nassert f(x) == [1, 3]\nassert x == [3, 1]\nx.append(2)\nassert x == [3, 1, 2]")
+    assert verifier.grade(list(map(block, programs)), [tests] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "comparison",
+    [
+        "assert f(x) == sorted(x)",
+        "assert sorted(x) == f(x)",
+        "y = f(x)\nassert y == sorted(x)",
+        "y = f(x)\nassert sorted(x) == y and len(x) == len(y)",
+        "y = f(x)\nassert (y == sorted(x)) == True",
+        "y = [1, 3]\ny = f(x)\nassert sorted(x) == y",
+        "y = [1, 3]\ndef same(x, y):\n    assert sorted(x) == y\nsame(x, f(x))",
+        "y = [1, 3]\nfor y in [f(x)]:\n    assert sorted(x) == y",
+        "y, z = f(x), 3\nassert sorted(x) == y",
+        "y = []\ny.extend(f(x))\nassert sorted(x) == y",
+        "y = []\nlist.extend(y, f(x))\nassert sorted(x) == y",
+        "y = [0, 0]\ny[:] = f(x)\nassert sorted(x) == y",
+        "y = [[]]\ny[0].extend(f(x))\nfor z in y:\n    assert sorted(x) == z",
+        "y = [1, 3]\n(y := f(x))\nassert sorted(x) == y",
+    ],
+)
+def test_a_program_that_empties_its_argument_is_compared_with_the_one_that_it_got(verifier, comparison):
+    programs = ["def f(x): return sorted(x)", "def f(x):\n    x.sort()\n    return [*x]", EMPTY]
+    tests = asserts(f"x = [3, 1]\n{comparison}")
+    assert verifier.grade(list(map(block, programs)), [tests] * 3) == [1.0, 1.0, 0.0]
+
+
 NODES = """
 class Node:
     def __init__(self, value, next=None):
