@@ -462,8 +462,9 @@ def _point(relation: Relation) -> Sequence | None:
 
 
 def _defined_name(relation: Relation) -> str:
-    """Return what a relation defines; a function of `x` is `y`."""
-    name = re.sub(r"\s|\\cdot", "", relation.sides[0])
+    """Return the side of a relation that is a name, by default the first one; a function of `x` is `y`."""
+    first, last = relation.sides[0], relation.sides[-1]
+    name = re.sub(r"\s|\\cdot", "", last if is_quantity(last) and not is_quantity(first) else first)
     return "y" if name == "f(x)" else name
 
 

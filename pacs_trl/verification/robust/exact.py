@@ -240,11 +240,7 @@ def is_proportional(gold: Expr, answer: Expr) -> bool:
     if not names or _names(gold) != _names(answer) or _has_large_number(gold) or _has_large_number(answer):
         return False
     factor = None
-    for point in range(_NUM_POINTS):
-        values = {
-            name: sympy.Float(math.sqrt(2 + 3 * point + 7 * index) / 3 + index * 0.1, _DIGITS)
-            for index, name in enumerate(names)
-        }
+    for values in _points(names, has_steps=False):
         left, right = (_evaluate(_substitute(each, values)) for each in (gold, answer))
         if left is None or right is None or left == 0 or right == 0:
             return False

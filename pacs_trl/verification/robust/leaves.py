@@ -130,15 +130,16 @@ def _read_clock(text: str) -> Clock | None:
     return Clock(60 * hour + int(match[2] or 0))
 
 
+_MAX_DIGITS = 4000  # that Python converts
+# Groups of `_NUMBER` for the whole part, numerator, and denominator of mixed numbers and fractions.
+_GROUPS_OF_FRACTIONS = (("whole", "n1", "d1"), ("whole2", "n2", "d2"), (None, "n3", "d3"), (None, "n4", "d4"))
+
+
 def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | None:
-    """Return the value of a match of `_NUMBER`, and the number of its decimals if it is written in decimals."""
+    """Return the value of a match of `_NUMBER`, and the number of its decimals if it is written in decimals; `None`
+    for a fraction that is none, such as `1/0` and `2 5/3`, and for more digits than are computed."""
     sign = -1 if (match["sign"] or "").strip() == "-" or match["sign_after"] else 1
-    for whole, numerator, denominator in (
-        ("whole", "n1", "d1"),
-        ("whole2", "n2", "d2"),
-        (None, "n3", "d3"),
-        (None, "n4", "d4"),
-    ):
+    for whole, numerator, denominator in _GROUPS_OF_FRACTIONS:
         if match[numerator] is not None:
             if int(match[denominator]) == 0 or len(match[numerator]) > MAX_EXPONENT:
                 return None
@@ -157,54 +158,64 @@ def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | Non
         exponent = int(match["power"])
         return (sign * Fraction(10) ** exponent, None) if abs(exponent) <= MAX_EXPONENT else None
     digits = match["digits"]
-    if len(digits) > 4000:  # Python's limit of digits
-        return None
     exponent = int((match["exponent"] or "0").replace(" ", ""))
-    if abs(exponent) > MAX_EXPONENT:
+    if len(digits) > _MAX_DIGITS or abs(exponent) > MAX_EXPONENT:
         return None
     value = Fraction(digits.rstrip(".")) * Fraction(10) ** exponent
     num_decimals = len(digits.partition(".")[2]) - exponent if "." in digits else None
     return sign * value, num_decimals
 
 
+# An angle in degrees beside a trigonometric function, which takes radians.
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}")
+_ONLY_TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\s*)+")
+_UNIT_AFTER_EXPRESSION = re.compile(r"(?<=[\s}\d)])\s*([A-Za-z]{2,}(?:/[A-Za-z]+)?)(\s*\^\s*\{?\d\}?)?$")
+_CURRENCY_BEFORE = re.compile(r"^\s*(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])")
+
+
 def read_leaf(text: str) -> Leaf | Choice | Clock:
+    """Return a choice, a time of day, a number with its unit, words, or an expression, whichever the text is first."""
     compact = re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # `2 5` is not 25
-    if match := LETTER_AND_TEXT.match(text):
-        return Choice(match[1].upper(), match[2].strip())
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
-        text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"{\\frac{\1\\pi}{180}}", text)
-    clock = _read_clock(text)
-    if clock is not None:
+    if choice := LETTER_AND_TEXT.match(text):
+        return Choice(choice[1].upper(), choice[2].strip())
+    if _TRIGONOMETRIC.search(text):
+        text = _DEGREES.sub(r"{\\frac{\1\\pi}{180}}", text)
+    if (clock := _read_clock(text)) is not None:
         return clock
-    number = _NUMBER.match(text)
-    if number and _is_other_value(number, text[number.end() :]):
-        return Leaf(compact)
-    if number and (leaf := _read_quantity(text, compact, number)) is not None:
-        return leaf
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*)+", text) or WORDS.match(text) and not _is_product_of_letters(text):
-        words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-        inner = words.strip()
-        if inner != text and re.search(r"\d", inner):
-            return read_leaf(inner)
-        return Leaf(words)
+    if number := _NUMBER.match(text):
+        if _is_other_value(number, text[number.end() :]):
+            return Leaf(compact)
+        if (quantity := _read_quantity(text, compact, number)) is not None:
+            return quantity
+    if _ONLY_TEXTS.fullmatch(text) or WORDS.match(text) and not _is_product_of_letters(text):
+        words = _TEXT.sub(r"\1", text)
+        is_number_in_text = words.strip() != text and re.search(r"\d", words)
+        return read_leaf(words.strip()) if is_number_in_text else Leaf(words)
+    return _read_expression(text, compact)
+
+
+def _read_expression(text: str, compact: str) -> Leaf:
+    """Return an expression with its unit, degree sign, or percent sign."""
     unit = None
-    is_percent = False
     expression = text
-    if match := _UNIT_IN_TEXT.search(text):
-        unit = read_unit(match[1] + (match[2] or ""))
-        expression = text[: match.start()]
+    is_percent = False
+    if in_text := _UNIT_IN_TEXT.search(text):
+        unit = read_unit(in_text[1] + (in_text[2] or ""))
+        expression = text[: in_text.start()]
     elif text.endswith("%"):
         is_percent = True
-        expression = text[:-1]
-    elif match := re.search(r"(?<=[\s}\d)])\s*([A-Za-z]{2,}(?:/[A-Za-z]+)?)(\s*\^\s*\{?\d\}?)?$", text):
-        is_unit = all(is_unit_word(word) for word in match[1].split("/"))
-        if is_unit and not text[: match.start()].rstrip().endswith(("\\", "_", "^")):
-            unit = read_unit(match[1] + (match[2] or ""))
-            expression = text[: match.start()]
+        expression = text.removesuffix("%")
+    elif in_letters := _UNIT_AFTER_EXPRESSION.search(text):
+        is_unit = all(is_unit_word(word) for word in in_letters[1].split("/"))
+        before = text[: in_letters.start()]
+        if is_unit and not before.rstrip().endswith(("\\", "_", "^")):
+            unit = read_unit(in_letters[1] + (in_letters[2] or ""))
+            expression = before
     if expression.endswith(r"^{\circ}"):
         unit = read_unit("degree")
         expression = expression.removesuffix(r"^{\circ}")
-    expression = re.sub(r"^\s*(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])", "", expression)
+    expression = _CURRENCY_BEFORE.sub("", expression)
     expression = _BINOMIAL.sub(r"\\binom{\1}{\2}", expression)
     expression = _SELECTIONS.sub(_selections, expression)
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
@@ -238,7 +249,7 @@ def _is_other_number(number: re.Match, alternative: re.Match) -> bool:
     other_words = text[other_number.end() :].strip()
     unit, other_unit = _unit_in_table(alternative["unit"]), _unit_in_table(other_words)
     if number["currency"]:
-        unit = read_unit(CURRENCY_UNITS[number["currency"].removeprefix("\\")])
+        unit = _unit_of_currency(number)
     if other_unit and (unit is None or unit.dimension != other_unit.dimension):
         return False
     factor = other_unit.factor / unit.factor if unit and other_unit else Fraction(1)
@@ -258,47 +269,55 @@ def _is_product_of_letters(text: str) -> bool:
     return bool(re.fullmatch(r"-?\s*[A-Za-z]{1,2}(?:\s+[A-Za-z])*|[A-Za-z](?:\s*-\s*[A-Za-z])*", text))
 
 
+_MICRO = re.compile(r"^\\mu\s*(?=[mgs](?![A-Za-z]))")
+_OHM = re.compile(r"^\\Omega$")
+_UNITS_IN_TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*(?:[/.]|\\cdot)?\s*)+")
+_DEGREE = r"^{\circ}"
+
+
 def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
-    """Return a number with its unit, if that is the whole text."""
+    """Return a number with its unit or percent sign; `None` if other text follows the match of `_NUMBER`."""
     number = read_number(text, match)
     if number is None:
         return None
     value, num_decimals = number
     denominator = match["d3"] or match["d4"]
     is_quotient = denominator is not None and value.denominator == 1 and abs(int(denominator)) != 1
-    rest = re.sub(r"^\\mu\s*(?=[mgs](?![A-Za-z]))", "u", text[match.end() :].strip())
-    rest = re.sub(r"^\\Omega$", "ohm", rest)
+    rest = _OHM.sub("ohm", _MICRO.sub("u", text[match.end() :].strip()))
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
         value *= 10**power
         num_decimals = None if num_decimals is None else num_decimals - power
         rest = f"{scale[1] or ''}{rest[scale.end() :]}".replace(r"\text{}", "").strip()
-    unit = None
-    if match["currency"]:
-        unit = read_unit(CURRENCY_UNITS[match["currency"].removeprefix("\\")])
     if rest.startswith("%"):
-        rest = rest[1:].strip()
-        if rest and not rest.startswith("of ") and not _UNIT_WORDS.match(rest) and not _UNIT_IN_TEXT.match(rest):
-            return None
-        return Leaf(compact, value, num_decimals, None, True, is_quotient)
-    if rest.startswith(r"^{\circ}"):
-        after_degree = rest.removeprefix(r"^{\circ}").strip()
-        after_degree = re.sub(r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\1", after_degree)
-        if after_degree in ("C", "F"):
-            return Leaf(compact, value, num_decimals, Unit(f"temperature {after_degree}", Fraction(1)))
-        if after_degree:
-            return None
-        return Leaf(compact, value, num_decimals, read_unit("degree"), is_quotient=is_quotient)
-    if not rest:
-        return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
-    if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
-        unit = read_unit(in_text[1] + (in_text[2] or "")) or unit
-        return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*(?:[/.]|\\cdot)?\s*)+", rest):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
-    if _UNIT_WORDS.match(rest) and _is_unit(rest, has_space=text[match.end() : match.end() + 1] == " "):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
-    return None
+        after = rest.removeprefix("%").strip()
+        is_whole = not after or after.startswith("of ") or _UNIT_WORDS.match(after) or _UNIT_IN_TEXT.match(after)
+        return Leaf(compact, value, num_decimals, None, True, is_quotient) if is_whole else None
+    if rest.startswith(_DEGREE):
+        after = _TEXT.sub(r"\1", rest.removeprefix(_DEGREE)).strip()
+        if after in ("C", "F"):
+            return Leaf(compact, value, num_decimals, Unit(f"temperature {after}", Fraction(1)))
+        return None if after else Leaf(compact, value, num_decimals, read_unit("degree"), is_quotient=is_quotient)
+    has_space = text[match.end() : match.end() + 1] == " "
+    unit_text = _unit_text(rest, has_space)
+    if unit_text is None:
+        return None
+    unit = read_unit(unit_text)
+    if unit is None and match["currency"]:
+        unit = _unit_of_currency(match)
+    return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
+
+
+def _unit_text(rest: str, has_space: bool) -> str | None:
+    """Return what `read_unit` reads of the text after a number, empty without a unit; `None` if it is no unit."""
+    if in_text := _UNIT_IN_TEXT.fullmatch(rest):
+        return in_text[1] + (in_text[2] or "")
+    is_unit = not rest or _UNITS_IN_TEXTS.fullmatch(rest) or _UNIT_WORDS.match(rest) and _is_unit(rest, has_space)
+    return rest if is_unit else None
+
+
+def _unit_of_currency(number: re.Match) -> Unit | None:
+    return read_unit(CURRENCY_UNITS[number["currency"].removeprefix("\\")])
 
 
 def _is_unit(rest: str, has_space: bool) -> bool:
