@@ -271,7 +271,7 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
         notes.append(missing)
     if training.fsdp and launch.is_one_process:
         conflicts.append(NEEDS_PROCESSES)
-    if training.gradient_checkpointing == "auto" and launch.fsdp_recomputes:
+    if training.gradient_checkpointing and launch.fsdp_recomputes:  # Trainer refuses both when the model is loaded
         conflicts.append(FSDP_RECOMPUTES)
     conflicts += _model_errors(estimate)
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):

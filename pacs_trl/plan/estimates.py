@@ -362,6 +362,8 @@ class Costs:
             recomputations = recomputations_of(training, has_adapter=self.has_adapter, is_zero3=run.launch.is_zero3)
             self.choice = choose(workload, self.room, recomputations)
         choice = self.choice or MemoryChoice("full", run.longest, "does not fit")
+        if run.launch.fsdp_recomputes and not self.chooses:
+            choice = choice._replace(recomputation="full")
         self.recomputation: Recomputation = choice.recomputation
         self.micro_batch_tokens = choice.max_tokens or workload.largest(training.per_device_train_batch_size)
 

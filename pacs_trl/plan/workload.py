@@ -280,8 +280,8 @@ def recomputations_of(training: Any, *, has_adapter: bool, is_zero3: bool) -> tu
 
 
 FSDP_RECOMPUTES = (
-    "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes in any "
-    "case. Set the latter to false, in the accelerate file or in fsdp_config."
+    "gradient_checkpointing cannot be used with fsdp_activation_checkpointing: true, which recomputes in any case. "
+    "Set the latter to false, in the accelerate file or in fsdp_config."
 )
 
 

@@ -197,12 +197,19 @@ def test_ppo_with_fsdp_1_is_a_conflict(plan, launch_file, config):
     assert plan("--accelerate-config", file)[0] == 0
 
 
-def test_recomputation_that_the_launch_sets_excludes_automatic_recomputation(plan, launch_file):
+def test_recomputation_of_fsdp_excludes_that_of_the_trainer_and_counts_like_it(plan, launch_file):
     lines = ("distributed_type: FSDP", "num_processes: 8", "mixed_precision: bf16")
     file = launch_file(*lines, "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}")
-    assert plan("--accelerate-config", file)[0] == 0
-    status, output = plan("--accelerate-config", file, gradient_checkpointing="auto")
-    assert status == 1 and "fsdp_activation_checkpointing: true" in output
+    for value in ("auto", True):
+        status, output = plan("--accelerate-config", file, gradient_checkpointing=value)
+        assert status == 1 and "fsdp_activation_checkpointing: true" in output
+    status, by_fsdp = plan("--accelerate-config", file, gradient_checkpointing=False)
+    assert status == 0
+    without = launch_file(*lines, "fsdp_config: {fsdp_version: 2}")
+    by_trainer = plan("--accelerate-config", without, gradient_checkpointing=True)[1]
+    kept = plan("--accelerate-config", without, gradient_checkpointing=False)[1]
+    estimates = [output.partition("Memory per GPU")[2] for output in (by_fsdp, by_trainer, kept)]
+    assert estimates[0] == estimates[1] != estimates[2]
 
 
 @pytest.mark.parametrize("name", ["continuous", "agent_continuous"])
