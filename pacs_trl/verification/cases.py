@@ -157,11 +157,15 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
 
 
 def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
-    """Raise a `ValueError` for tests that would not run, because they need an event loop or are methods."""
+    """Raise a `ValueError` for tests that would not run, such as methods, or that need an event loop."""
     nodes = list(ast.walk(tree))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     if "asyncio" in imported | names or any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
         raise UserError("Asserts need an event loop, and none runs in the sandbox. Remove them.")
+    for block in [part for part in tree.body if isinstance(part, ast.If)]:
+        is_main = "__name__" in ast.unparse(block.test)
+        if is_main and any(isinstance(node, ast.Assert) for node in ast.walk(block)):
+            raise UnusableTests("Tests under `if __name__` do not run. Move them to the top level.")
     for kind in [part for part in tree.body if isinstance(part, ast.ClassDef)]:
         methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
         if any(method.name.startswith("test") for method in methods):

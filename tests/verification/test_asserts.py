@@ -388,6 +388,7 @@ def text_of(file):
         (asserts("f(1)"), "No assert that runs calls f"),
         (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
         (asserts("assert f(0)\nclass T:\n    def test_one(self):\n        assert f(1)"), "class T do not run"),
+        (asserts("assert f(0)\nif __name__ == '__main__':\n    assert f(1) == 2"), "under `if __name__` do not run"),
     ],
 )
 def test_asserts_that_cannot_be_run(tests, words):
