@@ -172,6 +172,7 @@ class ServerConnection:
                 transfer.resume()
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
         except Exception as error:
+            # A paused server stays so: with a part of the new weights it must not generate. The next run resumes it.
             return failure_of("did not take the weights", error)
         return self.watch.check()
 
