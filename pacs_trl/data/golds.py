@@ -49,15 +49,25 @@ def _are_words(text: str) -> bool:
 
 
 def report_golds(name: str, golds: Sequence[Any], verifier: Verifier, rows: Sequence[Any] | None = None) -> None:
-    """Log a warning with counts, rows (by default the position), and text of the golds of each kind."""
-    kinds = golds_by_kind(golds, verifier.unreadable_golds(golds))
+    """
+    Log a warning with the number of golds of each kind, and the row and text of the first of them.
+
+    Args:
+        name (`str`): Name of the set in the warning.
+        golds (sequence): Gold answers, one per problem.
+        verifier ([`Verifier`]): Says which golds it cannot read.
+        rows (sequence, *optional*): What names the row of each gold; by default its position.
+    """
+    if rows is None:
+        rows = range(len(golds))
+    indices_by_kind = golds_by_kind(golds, verifier.unreadable_golds(golds))
     parts = []
-    for kind, indices in kinds.items():
+    for kind, indices in indices_by_kind.items():
         if indices:
-            examples = [f"row {i if rows is None else rows[i]}: {golds[i]!r:.60}" for i in indices[:_MAX_SHOWN]]
+            examples = [f"row {rows[i]}: {golds[i]!r:.60}" for i in indices[:_MAX_SHOWN]]
             parts.append(f"{len(indices)} {KINDS[kind]} ({', '.join(examples)})")
     if parts:
-        num_reported = len({index for indices in kinds.values() for index in indices})
+        num_reported = len({index for indices in indices_by_kind.values() for index in indices})
         logger.warning(
             f"{num_reported} of {len(golds)} gold answers of {name} may be graded otherwise than they are meant: "
             f"{'; '.join(parts)}. Write the final answer only, numbers in decimal notation."

@@ -22,16 +22,16 @@ MAX_BENCHMARK_SIZE = 1000
 
 def check_settings(args: Any) -> None:
     """Raise a `ValueError` if no tasks are named, or training would share entries with benchmarks."""
-    last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
-    last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
     if not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
         raise UserError(
             "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
         )
-    if args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
+    last_seed = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
+    last_benchmark_seed = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
+    if args.dataset_seed <= last_benchmark_seed and last_seed >= BENCHMARK_SEED:
         raise UserError(
-            f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last} of reasoning-gym, of which "
-            f"benchmarks use {BENCHMARK_SEED} to {last_benchmark}. Lower dataset_seed or dataset_size."
+            f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last_seed} of reasoning-gym, of "
+            f"which benchmarks use {BENCHMARK_SEED} to {last_benchmark_seed}. Lower dataset_seed or dataset_size."
         )
 
 

@@ -12,13 +12,18 @@ from typing import Any
 
 
 def prints_date(chat_template: str | None) -> bool:
+    """Return whether a chat template prints the current date."""
     return chat_template is not None and "strftime_now" in str(chat_template)
 
 
 def with_date(chat_template_kwargs: Mapping[str, Any] | None, date: Callable[[], str]) -> dict[str, Any]:
     """Return `chat_template_kwargs` with a `strftime_now` that formats the ISO date that `date()` returns. Templates
     prefer it to the function of transformers, which formats the current time."""
-    return {"strftime_now": lambda form: datetime.fromisoformat(date()).strftime(form), **(chat_template_kwargs or {})}
+
+    def strftime_now(date_format: str) -> str:
+        return datetime.fromisoformat(date()).strftime(date_format)
+
+    return {"strftime_now": strftime_now, **(chat_template_kwargs or {})}
 
 
 def stored_date(directory: Path) -> str:

@@ -181,7 +181,7 @@ def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
             setattr(args, name, choice.recomputation != "none")
 
 
-# Parts of the memory --------------------------------------------------------------------------------------------
+# Parts of the memory ------------------------------------------------------------------------------------------------
 
 
 def _workload(

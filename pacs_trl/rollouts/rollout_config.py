@@ -293,8 +293,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
                 f"key, or set use_vllm: {str(not self.use_vllm).lower()}."
             )
-        settings_of_transformers = self.fast_generation or self.generation_dtype
-        if self.rollout_engine == "vllm" and (not self.has_engine_process or settings_of_transformers):
+        has_settings_of_transformers = self.fast_generation or self.generation_dtype is not None
+        if self.rollout_engine == "vllm" and (not self.has_engine_process or has_settings_of_transformers):
             errors.append(
                 "rollout_engine: vllm is for rollout_lag or rollout_schedule: continuous with use_vllm: false, and "
                 "without fast_generation and generation_dtype, which it would ignore. Set rollout_lag: 1, and remove "
