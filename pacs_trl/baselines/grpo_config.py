@@ -50,8 +50,9 @@ class MaxRLConfig(GRPOConfig):
     group_comparison = "MaxRL divides by the mean reward of the group"
 
     def errors(self, step: BatchSizes) -> list[str]:
-        names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has another normalization"
-        return [*super().errors(step), *ignored_settings(self, names, reason)]
+        errors = super().errors(step)
+        names = ("scale_rewards", "multi_objective_aggregation")
+        return errors + ignored_settings(self, names, "the advantage has another normalization")
 
 
 @dataclass
@@ -92,7 +93,7 @@ class RLOOConfig(ExactUpdateConfig):
         reason = "RLOO clips the ratio of a whole completion and has no such setting"
         errors = [*super().errors(step), *ignored_settings(self, names, reason)]
         bounds = self.reward_clip_range
-        if bounds is not None and not _are_rising(bounds):
+        if bounds is not None and not _are_bounds(bounds):
             errors.append(
                 f"reward_clip_range={bounds!r} must be two numbers, the smaller one first. Correct it, or remove the "
                 "key."
@@ -100,10 +101,13 @@ class RLOOConfig(ExactUpdateConfig):
         return errors
 
 
-def _are_rising(bounds: Any) -> bool:
-    """Return whether `bounds` are two numbers, the first below the second."""
+def _are_bounds(bounds: Any) -> bool:
+    """Return whether a setting is two numbers, the first below the second."""
     is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
-    return is_pair and all(isinstance(bound, int | float) for bound in bounds) and bounds[0] < bounds[1]
+    if not is_pair or not all(isinstance(bound, int | float) for bound in bounds):
+        return False
+    lower, upper = bounds
+    return lower < upper
 
 
 @dataclass

@@ -11,7 +11,13 @@ from ..update.step_sizes import BatchSizes
 
 
 # Settings of GRPOConfig that only affect GRPO's advantage, or losses without PPO's clipping.
-_IGNORED = ("scale_rewards", "multi_objective_aggregation", "importance_sampling_level", "off_policy_mask_threshold")
+_IGNORED_SETTINGS = (
+    "scale_rewards",
+    "multi_objective_aggregation",
+    "importance_sampling_level",
+    "off_policy_mask_threshold",
+    *SAPO_AND_VESPO_SETTINGS,
+)
 
 
 @dataclass
@@ -76,8 +82,9 @@ class ActorCriticConfig(RolloutConfig):
 
     def errors(self, step: BatchSizes) -> list[str]:
         reason = "advantages come from the critic (see whiten_advantages), and the ratio of each token is clipped"
-        errors = [*super().errors(step), *ignored_settings(self, (*_IGNORED, *SAPO_AND_VESPO_SETTINGS), reason)]
-        highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        errors = super().errors(step) + ignored_settings(self, _IGNORED_SETTINGS, reason)
+        epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        highest_ratio = 1 + epsilon_high
         if self.delta is not None and self.delta <= highest_ratio:
             errors.append(
                 f"delta={self.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
