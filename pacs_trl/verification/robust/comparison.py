@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from sympy import Add, Basic, Expr, Mul, pi
@@ -54,30 +55,38 @@ def _is_equal_leaf(gold: Leaf, answer: Leaf) -> bool:
     if not is_carried_out(answer.value) and is_carried_out(gold.value) and not has_variables(gold.value):
         return False
     if answer.is_percent and not gold.is_percent:
-        return gold.unit is None and _same_value(gold, answer, 1)
+        return gold.unit is None and _same_value(gold, answer)
     if gold.is_percent and not answer.is_percent and answer.unit is None:
-        return _same_value(gold, answer, 1) or _same_value(gold, answer, 100)
+        return _same_value(gold, answer) or _same_value(gold, answer, Fraction(100))
     return (gold.is_percent == answer.is_percent) and _same_quantity(gold, answer)
 
 
 def _same_quantity(gold: Leaf, answer: Leaf) -> bool:
-    is_angle = answer.unit is not None and answer.unit.dimension == "degree"
-    if gold.unit is None and is_angle and isinstance(gold.value, Basic) and gold.value.has(pi):
+    """Whether two numbers with their units are equal. A missing unit is the one of the other number, but multiples of
+    pi without a unit are angles in radians."""
+    gold_unit, answer_unit = gold.unit, answer.unit
+    if _is_in_degrees(answer) and gold_unit is None and _is_multiple_of_pi(gold):
         return is_equal_expression(gold.value, _as_expression(answer) * pi / 180, None, None)
-    answer_unit = answer.unit
-    is_multiple_of_pi = isinstance(answer.value, Basic) and answer.value.has(pi)
-    if answer_unit is None and is_multiple_of_pi and gold.unit is not None and gold.unit.dimension == "degree":
+    if _is_in_degrees(gold) and answer_unit is None and _is_multiple_of_pi(answer):
         answer_unit = read_unit("radian")
-    if gold.unit is None or answer_unit is None or gold.unit == answer_unit:
-        return _same_value(gold, answer, 1)
-    if gold.unit.dimension == answer_unit.dimension:
-        return _same_value(gold, answer, answer_unit.factor / gold.unit.factor)
-    if {gold.unit.dimension, answer_unit.dimension} == {"degree", "radian"}:
-        half_turn = Mul(180, 1 / pi, evaluate=False)
-        if gold.unit.dimension == "degree":
-            return is_equal_expression(gold.value, Mul(_as_expression(answer), half_turn, evaluate=False), None, None)
+    if gold_unit is None or answer_unit is None:
+        return _same_value(gold, answer)
+    if gold_unit.dimension == answer_unit.dimension:
+        return _same_value(gold, answer, answer_unit.factor / gold_unit.factor)
+    half_turn = Mul(180, 1 / pi, evaluate=False)
+    if (gold_unit.dimension, answer_unit.dimension) == ("degree", "radian"):
+        return is_equal_expression(gold.value, Mul(_as_expression(answer), half_turn, evaluate=False), None, None)
+    if (gold_unit.dimension, answer_unit.dimension) == ("radian", "degree"):
         return is_equal_expression(Mul(_as_expression(gold), half_turn, evaluate=False), answer.value, None, None)
     return False
+
+
+def _is_in_degrees(leaf: Leaf) -> bool:
+    return leaf.unit is not None and leaf.unit.dimension == "degree"
+
+
+def _is_multiple_of_pi(leaf: Leaf) -> bool:
+    return isinstance(leaf.value, Basic) and leaf.value.has(pi)
 
 
 def _as_expression(leaf: Leaf) -> Basic:
@@ -85,17 +94,16 @@ def _as_expression(leaf: Leaf) -> Basic:
     return value if isinstance(value, Basic) else Add(value.numerator, 0) / value.denominator
 
 
-def _same_value(gold: Leaf, answer: Leaf, factor: Any) -> bool:
+def _same_value(gold: Leaf, answer: Leaf, factor: Fraction = Fraction(1)) -> bool:
+    """Whether the gold is the answer times a factor. Decimals count only without a factor, because a product has no
+    number of decimals."""
     if factor == 1:
         return is_equal_expression(gold.value, answer.value, gold.num_decimals, answer.num_decimals)
     if isinstance(answer.value, Basic):
-        scaled = (
-            Mul(factor.numerator, answer.value, evaluate=False) / factor.denominator
-            if hasattr(factor, "numerator")
-            else Mul(factor, answer.value, evaluate=False)
-        )
-        return is_equal_expression(gold.value, scaled, None, None)
-    return is_equal_expression(gold.value, answer.value * factor, None, None)
+        product = Mul(factor.numerator, answer.value, evaluate=False) / factor.denominator
+    else:
+        product = answer.value * factor
+    return is_equal_expression(gold.value, product, None, None)
 
 
 _SAME_MEANING = [

@@ -107,6 +107,14 @@ def _vulgar_fraction(character: str) -> str:
     return rf"\frac{{{numerator}}}{{{denominator}}}" if bar and denominator else character
 
 
+_SPACES = re.compile(r"\s+")
+_DOUBLE_BACKSLASH = re.compile(r"\\\\(?=[A-Za-z])")
+_TEXT_WITHOUT_BRACES = re.compile(r"\\text(?![A-Za-z])(?!\s*\{)")
+_ONLY_TEXT = re.compile(r"^\\text\s*\{\s*([^{}]+?)\s*\}$")
+_DECIMAL_NUMBER = re.compile(r"[-+]?\d*\.\d")
+_MONTH = "(?P<month>January|February|March|April|May|June|July|August|September|October|November|December)"
+_DATE = re.compile(rf"(?P<day>\d{{1,2}})(?: of)? {_MONTH},?(?: (?P<year>\d{{4}}))?", re.IGNORECASE)
+
 # Verbs that follow the answer in Japanese and Korean.
 _COPULA = re.compile("(?:です|である|だ|となる|になる|とする|입니다|이다|예요|이에요|이며)$")
 
@@ -277,57 +285,80 @@ def normalize(text: str) -> str:
     Texts of more than `MAX_LENGTH` characters are returned as they are."""
     if len(text) > MAX_LENGTH:
         return text
-    text = _HTML_EXPONENT.sub(r"^{\1}", _CONTROL.sub("", text))
-    text = strip_markup(_MARK_OF_CONCLUSION.sub("", _HTML.sub("", text)))
-    text = strip_markup(ascii_notation(text))
-    if not text.isascii():
-        text = _COPULA.sub("", latin_numerals(text))
-    text = text.replace("\\\\(", "(") if r"\begin" not in text else text
-    text = _THOUSANDS_IN_LATEX.sub("", text)
-    text = _APOSTROPHE_BEFORE_THOUSANDS.sub("", text)
-    text = _THOUSANDS_IN_CODE.sub(lambda match: match.group().replace("_", ""), text)
-    text = _DECIMAL_COMMA_IN_LATEX.sub(".", text)
-    text = _STARRED_ENVIRONMENT.sub(r"\1}", text)
-    text = _COLOR.sub("", _SIZING.sub("", text))
-    text = _ONLY.sub("", _MARK_AT_END.sub("", _FRAME.sub(r"\1", _FRAME.sub(r"\1", text))))
-    text = _FORMULAS.sub(r"\1", text)
-    text = _HEDGE.sub("", text)
-    if r"\\begin" in text:
-        text = text.replace("\\\\", "\\")
-    elif r"\begin" not in text:
-        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
-    text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
-    text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
-    text = _MINUS_IN_TEXT.sub(r"\\text{-", _MINUS_IN_WORDS.sub("-", text))
-    text = _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
+    text = _without_markup(text)
+    text = _with_plain_separators(text)
+    text = _without_layout(text)
+    text = _with_one_font(text)
     text = _CURRENCY_CODE.sub(lambda match: _CURRENCY_CODES[match[1].lower()], text)
     text = _CENTS_BEFORE_NUMBER.sub(r"\1 cents", text)
     text = _CONNECTIVE.sub(", ", _ALTERNATIVE_IN_BRACKETS.sub(r", \1", text))
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
-    text = _REPEATING_DECIMALS.sub(_overline, strip_markup(re.sub(r"\s+", " ", text)))
+    text = strip_markup(_SPACES.sub(" ", text))
+    text = _REPEATING_DECIMALS.sub(_overline, text)
     text = _HEDGE.sub("", text)
-    if re.match(r"[-+]?\d*\.\d", text):
+    if _DECIMAL_NUMBER.match(text):
         text = _CUT_DECIMALS.sub("", text)
-    words = re.sub(r"^\\text\s*\{\s*([^{}]+?)\s*\}$", r"\1", text)
+    return _with_digits(text)
+
+
+def _without_markup(text: str) -> str:
+    """Return a text in plain characters, without HTML, Markdown, and delimiters around it."""
+    text = _HTML_EXPONENT.sub(r"^{\1}", _CONTROL.sub("", text))
+    text = strip_markup(_MARK_OF_CONCLUSION.sub("", _HTML.sub("", text)))
+    text = strip_markup(ascii_notation(text))
+    return text if text.isascii() else _COPULA.sub("", latin_numerals(text))
+
+
+def _with_plain_separators(text: str) -> str:
+    """Return a text without the thousands separators of LaTeX and code, and with points for decimal commas."""
+    if r"\begin" not in text:
+        text = text.replace("\\\\(", "(")
+    text = _THOUSANDS_IN_LATEX.sub("", text)
+    text = _APOSTROPHE_BEFORE_THOUSANDS.sub("", text)
+    text = _THOUSANDS_IN_CODE.sub(lambda match: match.group().replace("_", ""), text)
+    return _DECIMAL_COMMA_IN_LATEX.sub(".", text)
+
+
+def _without_layout(text: str) -> str:
+    """Return a text without sizes, colors, frames, inner delimiters, and spacing, and with single backslashes."""
+    text = _STARRED_ENVIRONMENT.sub(r"\1}", text)
+    text = _COLOR.sub("", _SIZING.sub("", text))
+    text = _FRAME.sub(r"\1", _FRAME.sub(r"\1", text))  # at most one in another
+    text = _ONLY.sub("", _MARK_AT_END.sub("", text))
+    text = _FORMULAS.sub(r"\1", text)
+    text = _HEDGE.sub("", text)
+    if r"\\begin" in text:
+        text = text.replace("\\\\", "\\")
+    elif r"\begin" not in text:
+        text = _DOUBLE_BACKSLASH.sub(r"\\", text)
+    return _SPACES.sub(" ", _SPACING.sub(" ", text))
+
+
+def _with_one_font(text: str) -> str:
+    """Return a text with `\\text` for every font, around words only."""
+    text = _TEXT_WITHOUT_BRACES.sub("", _FONT.sub(r"\\text", text))
+    text = _MINUS_IN_TEXT.sub(r"\\text{-", _MINUS_IN_WORDS.sub("-", text))
+    return _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
+
+
+def _with_digits(text: str) -> str:
+    """Return a number in English words, "thirteen", "thirteen (13)", or "thirteen apples", in digits, and a date as
+    "June 20"."""
+    words = _ONLY_TEXT.sub(r"\1", text)
     if date := _DATE.fullmatch(words):
         year = f", {date['year']}" if date["year"] else ""
         return rf"\text{{{date['month']} {date['day']}{year}}}"
-    words, _, digits = words.partition(" (")
-    number = english_number(words)
-    if digits and digits != f"{number})":
+    numeral, _, repetition = words.partition(" (")
+    number = english_number(numeral)
+    if repetition and repetition != f"{number})":
         return text
     if number is not None:
         return str(number)
-    first, _, unit = text.partition(" ")
-    number = english_number(first)
+    numeral, _, unit = text.partition(" ")
+    number = english_number(numeral)
     is_quantity = number is not None and re.fullmatch(r"[A-Za-z ]+", unit)
     return f"{number} {unit}" if is_quantity else text
-
-
-_MONTH = "(?P<month>January|February|March|April|May|June|July|August|September|October|November|December)"
-_DAY = r"(?P<day>\d{1,2})"
-_DATE = re.compile(rf"{_DAY}(?: of)? {_MONTH},?(?: (?P<year>\d{{4}}))?", re.IGNORECASE)
 
 
 CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}
