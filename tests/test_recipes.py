@@ -17,7 +17,7 @@ from experiments.paper.command import read_table, table_names
 from experiments.paper.published import TABLES
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
-from pacs_trl.plan.check import check_recipe, find_conflicts
+from pacs_trl.plan.check import check_recipe, find_conflicts, find_notes
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import read_launch
 from pacs_trl.plan.sharding import Sharding
@@ -140,7 +140,8 @@ def read_without_conflicts(name: str, added=(), launch=None):
     path = RECIPES / f"{name}.yaml"
     launch = launch or launch_of(path)
     recipe, conflicts = check_recipe(str(path), list(added), launch.num_processes)
-    assert conflicts == [] and find_conflicts(Estimate(recipe, launch)) == ([], [])
+    estimate = Estimate(recipe, launch)
+    assert conflicts == find_conflicts(estimate) == find_notes(estimate) == []
     return recipe, launch, path.read_text()
 
 

@@ -6,7 +6,7 @@ would stop the run or change its meaning; notes do not. Prompts are measured if 
 
 import re
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,8 +106,8 @@ def print_plan(
     if recipe.training.rollout_schedule == "continuous" and recipe.training.use_vllm:
         is_known = prompts.lengths or recipe.data.max_prompt_length
         conflicts += print_continuous_server(estimate, estimate.longest if is_known else None)
-    more_conflicts, notes = find_conflicts(estimate)
-    conflicts += more_conflicts + _output_errors(recipe.training)
+    conflicts += find_conflicts(estimate) + _output_errors(recipe.training)
+    notes = find_notes(estimate)
     if is_data_file(data) and not Path(data).is_file():
         notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
     elif not ("/" in data or data in (*TRAINING_SETS, "reasoning_gym") or is_function(data) or Path(data).exists()):
@@ -240,64 +240,99 @@ def _check_lora_targets(targets: list[str] | str | None) -> None:
         ) from error
 
 
-def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
-    """Return conflicts and notes about combinations of settings with each other and with the launch."""
-    recipe, launch = estimate.recipe, estimate.launch
-    training, step, data = recipe.training, recipe.step, recipe.data
-    conflicts: list[str] = []
-    notes: list[str] = []
-    num_problems = estimate.num_problems
-    if num_problems is not None and num_problems < step.prompts_per_generation:
-        conflicts.append(
-            f"A generation needs {step.prompts_per_generation:.0f} different prompts, but the training set has "
-            f"{num_problems} (max_train_samples={data.max_train_samples}, eval_split_size="
-            f"{data.eval_split_size}). Use more problems, or lower steps_per_generation."
+def find_conflicts(estimate: Estimate) -> list[str]:
+    """Return what would stop a run, in combinations of settings with each other, the model, and the launch."""
+    return [
+        *_data_conflicts(estimate),
+        *_attention_conflicts(estimate),
+        *_fsdp_conflicts(estimate),
+        *_model_errors(estimate),
+        *_update_conflicts(estimate),
+        *_memory_conflicts(estimate),
+        *_engine_conflicts(estimate),
+    ]
+
+
+def find_notes(estimate: Estimate) -> list[str]:
+    """Return what a user should know about combinations of settings that do not stop a run."""
+    training, uses_lora, costs = estimate.training, estimate.recipe.model.use_peft, estimate.costs
+    obstacle = estimate.compile_obstacle
+    notes = [] if uses_lora else [_note_on_rounded_updates(estimate)]
+    notes.append(missing_attention(_loading_arguments(estimate)["attn_implementation"]))
+    notes.append(missing_optimizer(training))
+    if training.is_exact and training.compile_layers == "auto" and training.needs_gpu and obstacle:
+        notes.append(f"Decoder layers are not compiled, so updates are slower: {obstacle.reason}.")
+    if costs is not None and training.needs_gpu:
+        notes += costs.notes_on_state()
+    return [note for note in notes if note]
+
+
+def _note_on_rounded_updates(estimate: Estimate) -> str | None:
+    rate, copies = estimate.training.learning_rate, estimate.has_float32_copies
+    return rounded_updates(estimate.dtype, rate, has_float32_copies=copies)
+
+
+def _loading_arguments(estimate: Estimate) -> dict[str, Any]:
+    """Return the dtype, attention, and other arguments with which the model is loaded."""
+    arguments = {"attn_implementation": estimate.recipe.model.attn_implementation, "dtype": estimate.dtype}
+    return arguments | (estimate.training.model_init_kwargs or {})
+
+
+def _data_conflicts(estimate: Estimate) -> Iterator[str]:
+    data, number, needed = estimate.recipe.data, estimate.num_problems, estimate.step.prompts_per_generation
+    if number is not None and number < needed:
+        yield (
+            f"A generation needs {needed:.0f} different prompts, but the training set has {number} "
+            f"(max_train_samples={data.max_train_samples}, eval_split_size={data.eval_split_size}). Use more "
+            "problems, or lower steps_per_generation."
         )
-    dtype, copies = estimate.dtype, estimate.has_float32_copies
-    lost = rounded_updates(dtype, training.learning_rate, has_float32_copies=copies)
-    if lost is not None and not recipe.model.use_peft:
-        notes.append(lost)
-    loading = {"attn_implementation": recipe.model.attn_implementation, "dtype": dtype}
-    loading |= training.model_init_kwargs or {}
-    if error := unknown_attention(loading["attn_implementation"]):
-        conflicts.append(error)
-    if estimate.config and (error := unsupported_attention(loading["attn_implementation"], estimate.config)):
-        conflicts.append(error)
-    if error := flash_attention_4_error(training, loading, estimate.gpu.compute_capability, estimate.gpu.name):
-        conflicts.append(error)
-    if missing := missing_attention(loading["attn_implementation"]):
-        notes.append(missing)
-    if missing := missing_optimizer(training):
-        notes.append(missing)
+
+
+def _attention_conflicts(estimate: Estimate) -> Iterator[str]:
+    arguments, gpu = _loading_arguments(estimate), estimate.gpu
+    implementation = arguments["attn_implementation"]
+    if error := unknown_attention(implementation):
+        yield error
+    if estimate.config and (error := unsupported_attention(implementation, estimate.config)):
+        yield error
+    if error := flash_attention_4_error(estimate.training, arguments, gpu.compute_capability, gpu.name):
+        yield error
+
+
+def _fsdp_conflicts(estimate: Estimate) -> Iterator[str]:
+    training, launch = estimate.training, estimate.launch
     if training.fsdp and launch.is_one_process:
-        conflicts.append(NEEDS_PROCESSES)
+        yield NEEDS_PROCESSES
     if training.gradient_checkpointing and launch.fsdp_recomputes:  # Trainer refuses both when the model is loaded
-        conflicts.append(FSDP_RECOMPUTES)
-    conflicts += _model_errors(estimate)
+        yield FSDP_RECOMPUTES
+
+
+def _update_conflicts(estimate: Estimate) -> Iterator[str]:
+    training, launch = estimate.training, estimate.launch
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):
-        conflicts.append(
-            f"method: {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml "
-            "or fsdp2.yaml."
+        yield (
+            f"method: {estimate.recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use "
+            "ddp.yaml or fsdp2.yaml."
         )
-    if training.is_exact and training.compile_layers is not False:
-        obstacle = estimate.compile_obstacle
-        if obstacle is not None and training.compile_layers is True:
-            conflicts.append(refusal_of_compilation(obstacle))
-        elif obstacle is not None and training.needs_gpu:
-            notes.append(f"Decoder layers are not compiled, so updates are slower: {obstacle.reason}.")
-    if training.max_completion_length is None:
-        conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
+    if training.is_exact and training.compile_layers is True and estimate.compile_obstacle is not None:
+        yield refusal_of_compilation(estimate.compile_obstacle)
+
+
+def _memory_conflicts(estimate: Estimate) -> Iterator[str]:
+    if estimate.training.max_completion_length is None:
+        yield "max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2)."
     elif estimate.costs is not None and (does_not_fit := estimate.costs.memory_conflict()):
-        conflicts.append(does_not_fit)
-    if estimate.costs is not None and training.needs_gpu:
-        notes += estimate.costs.notes_on_state()
-    if training.use_vllm and training.vllm_mode == "colocate":
-        if launch.num_processes % training.vllm_tensor_parallel_size:
-            conflicts.append(
-                f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
-                f"({launch.num_processes})."
-            )
-    return conflicts, notes
+        yield does_not_fit
+
+
+def _engine_conflicts(estimate: Estimate) -> Iterator[str]:
+    training, processes = estimate.training, estimate.launch.num_processes
+    is_colocated = training.use_vllm and training.vllm_mode == "colocate"
+    if is_colocated and processes % training.vllm_tensor_parallel_size:
+        yield (
+            f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
+            f"({processes})."
+        )
 
 
 def _model_errors(estimate: Estimate) -> list[str]:
