@@ -1,4 +1,4 @@
-"""PACS on a real model in ten minutes on two CPU cores: `python -m experiments.quickstart`.
+"""PACS on a real model in about eight minutes on two CPU cores: `python -m experiments.quickstart`.
 
 SmolLM2-135M-Instruct learns to add; `--miniature` trains a model of one million parameters from a warm start instead,
 with PACS and GRPO. Training, recipes, and evaluation are those of every other run; this module puts them in order and

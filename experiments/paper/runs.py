@@ -34,7 +34,9 @@ def train_once(
     if not state.is_file():  # written when training is over
         output_dir.mkdir(parents=True, exist_ok=True)
         places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
+        is_interrupted = any(output_dir.glob("checkpoint-*"))
+        resuming = ["--resume_from_checkpoint", "last"] if is_interrupted else []
         # The trainer writes its lines to standard output, the progress bar to standard error.
         with (output_dir / "train.log").open("a") as log, redirect_stdout(sys.stdout if show else log):
-            train.main([*arguments, *places, "--resume_from_checkpoint", "last"], trainer_class)
+            train.main([*arguments, *places, *resuming], trainer_class)
     return read_log_history(state)

@@ -20,6 +20,7 @@ def test_the_quickstart_without_grpo_trains_and_summarizes_pacs_alone(model_path
     quickstart.main(["--max_steps", "1", "--max_problems", "2", "--output_dir", str(out)])
 
     printed = capsys.readouterr().out
+    assert "contains no checkpoint" not in printed  # a first run has nothing to continue
     assert "step 1/1" in printed and f"--model_name_or_path {out}/seed-0/pacs " in printed
     assert "| 0 | before | " in printed and "| 0 | PACS | " in printed and "GRPO" not in printed
     assert (out / "quickstart.png").is_file() and not (out / "seed-0" / "grpo").exists()
