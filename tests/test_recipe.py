@@ -148,6 +148,21 @@ def test_texts_are_values_of_their_types():
     assert values.hub_token == "s3cr3t" and "hub_token" not in recipe.settings and not values.startup_check
 
 
+@pytest.mark.parametrize(("written", "value"), [("false", "none"), ("True", "group"), ("batch", "batch")])
+def test_scale_rewards_is_a_boolean_or_a_name_in_recipes_files_of_trl_and_command_lines(tmp_path, written, value):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\nbf16: false\nscale_rewards: {written}\n")
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "no", "--scale_rewards", written]
+    parser = TrlParser([config_class("grpo")])
+    configs = [
+        read(method="grpo", scale_rewards=yaml.safe_load(written)).training,
+        read(method="grpo", scale_rewards=written).training,
+        *parser.parse_args_and_config(["--config", str(file)]),
+        *parser.parse_args_and_config(words),
+    ]
+    assert [config.scale_rewards for config in configs] == [value] * 4
+
+
 def test_a_list_is_a_pair_of_numbers_where_the_setting_is_one():
     assert read(method="rloo", reward_clip_range=[0, "0.5"]).training.reward_clip_range == (0.0, 0.5)
     with pytest.raises(ValueError, match="reward_clip_range.*'low'"):

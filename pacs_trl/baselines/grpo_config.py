@@ -1,12 +1,12 @@
 """Configurations of GRPO, RLOO, MaxRL, and REAL on the exact update."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..objective import GROUP_LOSSES
 from ..pacs_config import ExactUpdateConfig, GroupLossConfig
 from ..settings.checks import ignored_settings, unbounded_length_errors
-from ..settings.fields import setting
+from ..settings.fields import setting, switch
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..surrogate import LOSS_TYPES
 from ..update.step_sizes import BatchSizes
@@ -26,6 +26,11 @@ class GRPOConfig(ExactUpdateConfig):
         False,
         "Whether the completions of a generation are spread over its optimizer steps at random, as in TRL. "
         "By default a step has whole groups, in order, so that only one reads each prompt.",
+    )
+    scale_rewards: Literal["group", "batch", "none", True, False] = switch(  # type: ignore[assignment]  # TRL's is text
+        "group",
+        "What rewards minus the mean of their group are divided by, as in `trl.GRPOConfig`: the standard deviation of "
+        'the `"group"` (or `True`) or of the `"batch"`, or 1 (`"none"`, `False`).',
     )
     loss_type: str = setting(
         "dapo",
