@@ -447,7 +447,7 @@ def _states_combination(relation: Relation) -> bool:
 
 def _is_calculation(left: str, right: str) -> bool:
     """Whether the left side is a task without variables and the right one a number, as in `6 \\cdot 7 = 42`."""
-    is_task = parse_expression(left) is not None or re.search(r"\d", left)
+    is_task = parse_expression(left) is not None or "," not in left and re.search(r"\d", left)
     result = _read_side(right)
     is_number = isinstance(result, Leaf) and not has_variables(result.value)
     return bool(is_task and not names_in(left) and is_number)

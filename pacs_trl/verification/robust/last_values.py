@@ -72,7 +72,8 @@ def last_values(text: str) -> list[str]:
 
 _NUMBER_AND_UNIT = re.compile(rf"\s*(?:{_NUMBERS.pattern})(?:\ ?[A-Za-z]+)?\.?\s*", re.VERBOSE)
 _RESULT_AFTER = re.compile(
-    r"[=\n]|\b(?:is|are|was|were|has|have|had|be|makes?|gives?|gets?|equals?|totals?|so|thus|hence|therefore|but|then)\b",
+    r"[=\n]|\b(?:is|are|was|were|has|have|had|be|makes?|gives?|gets?|equals?|totals?|so|thus|hence|therefore|but|then)\b"
+    r"|\b(?:giving|making|yielding|costing|totall?ing|resulting|which|times|each|i\.e|for\s+a\s+total)\b",
     re.IGNORECASE,
 )
 
