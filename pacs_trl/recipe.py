@@ -329,6 +329,10 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
     errors = [
         f"`{key}` would be ignored: {why}. {remedy}" for key, why, remedy in _ignored(run, model, training, settings)
     ]
+    if model.load_in_4bit and model.dtype == "auto":
+        errors.append(
+            "load_in_4bit computes in dtype, which must be a number format and is auto. Set dtype: bfloat16."
+        )
     if run.tools or run.environment:
         if error := shared_turns_error(training):
             errors.append(error)
