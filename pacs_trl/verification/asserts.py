@@ -107,7 +107,10 @@ class AssertsConnection(Connection):
             return self.shared_classes[name]
         value = self.request("getattr", (owner, name), {})["value"]
         if isinstance(value, dict) and "error class" in value:
-            return self.decode_error_class(value["error class"])
+            kind = self.decode_error_class(value["error class"])
+            if issubclass(AssertionError, kind):
+                raise RuntimeError(f"{name} of the program would catch failed asserts")
+            return kind
         key = _object_key(value)
         if key is None or key == f"{owner._remote_name}.{name}":
             return self.decode(value)

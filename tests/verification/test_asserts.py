@@ -487,6 +487,22 @@ def test_classes_of_exceptions_pass_no_assert(verifier, name, base):
         assert grade.outcome.label == 0.0, (code, grade)
 
 
+@pytest.mark.parametrize("name", ["AssertionError", "Exception"])
+def test_a_class_of_the_program_catches_no_failed_assert(verifier, name):
+    """Whatever the program says its class is."""
+    forged = f"""
+import gc
+class TooSmall(Exception): pass
+connection = next(o for o in gc.get_objects() if type(o).__name__ == "ProgramConnection")
+connection._encode_error_class = lambda kind: "{name}"
+def f(x): return x
+"""
+    code = "try:\n    f(-1)\n    assert False\nexcept {name}TooSmall:\n    pass"
+    tests = [asserts("import solution\n" + code.format(name=module)) for module in ("", "solution.")]
+    right = "class TooSmall(AssertionError): pass\ndef f(x): raise TooSmall(x)"
+    assert verifier.grade([block(forged)] * 2 + [block(right)] * 2, tests * 2) == [0.0, 0.0, 1.0, 1.0]
+
+
 MBPP = {
     "task_id": 601,
     "text": "Find the longest chain.",
