@@ -186,7 +186,7 @@ class Connection(ABC):
             return instances[content] if kind == "instance" else self._decode_object(kind, content)
 
         for instance, (name, state) in zip(instances, states, strict=True):
-            attributes = decode(state, decode_instance)
+            attributes = _require(dict, decode(state, decode_instance))
             if hidden := [key for key in attributes if callable(getattr(type(instance), key, None))]:
                 raise TypeError(f"an attribute of {name} would hide the method {hidden[0]}")
             vars(instance).update(attributes)

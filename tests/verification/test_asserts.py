@@ -274,6 +274,26 @@ def test_instances_of_classes_of_the_prelude_are_values(verifier, program, code,
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
 
 
+def test_the_attributes_of_an_instance_are_data(verifier):
+    """An object of the program in their place could give other attributes when it is asked again."""
+    forged = """
+import gc
+connection = next(o for o in gc.get_objects() if type(o).__name__ == "ProgramConnection")
+encode = connection.encode
+class Attributes:
+    def __iter__(self): return iter([])
+    def keys(self): return ["ends_with"]
+    def __getitem__(self, key): return lambda *a: True
+def f(x):
+    states = [["Node", {"object": [id(x), None]}]]
+    connection.encode = lambda value: {"instances": [{"instance": 0}, states]} if value == "node" else encode(value)
+    return "node"
+"""
+    tests = asserts("x = Attributes()\nassert f(x).ends_with([3])", prelude=NODES)
+    right = "class Attributes: pass\ndef f(x): return Node(3)"
+    assert verifier.grade([block(right), block(forged)], [tests] * 2) == [1.0, 0.0]
+
+
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
 PUSH = "items = []\ndef push(x): items.append(x)\ndef f(): return items.pop()"
 KEEPS = "def f(x, kept=[]):\n    kept.append(x)\n    return kept"
