@@ -407,8 +407,6 @@ def text_of(file):
         (asserts("assert g(1) == 2"), "No assert that runs calls f"),
         (asserts("f(1)"), "No assert that runs calls f"),
         (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
-        (asserts("assert f(0)\nclass T:\n    def test_one(self):\n        assert f(1)"), "class T do not run"),
-        (asserts("assert f(0)\nif __name__ == '__main__':\n    assert f(1) == 2"), "under `if __name__` do not run"),
     ],
 )
 def test_asserts_that_cannot_be_run(tests, words):
@@ -422,6 +420,35 @@ def test_asserts_that_import_a_package_are_no_verdict():
     with pytest.raises(ValueError, match="import pytest"):
         read_tests(tests)
     assert json_of_tests(tests) is None  # the example is dropped, and counted
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ("class T:\n    def test_one(self):\n        assert f(1)", "class T do not run"),
+        ("if __name__ == '__main__':\n    assert f(1) == 2", "under `if __name__` do not run"),
+    ],
+)
+def test_asserts_of_which_some_do_not_run_are_no_verdict(test, words):
+    tests = asserts(f"assert f(0)\n{test}")
+    with pytest.raises(ValueError, match=words):
+        read_tests(tests)
+    assert json_of_tests(tests) is None  # the others of a file are used
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "Case().test_one()",
+        "def test():\n    assert Case('test_one').run().wasSuccessful()",
+        "def test():\n    import unittest\n    suite = unittest.defaultTestLoader.loadTestsFromTestCase(Case)\n"
+        "    assert suite.run(unittest.TestResult()).wasSuccessful()",
+    ],
+)
+def test_asserts_may_run_the_tests_of_a_class(verifier, run):
+    code = f"import unittest\nclass Case(unittest.TestCase):\n    def test_one(self):\n        assert f(1) == 1\n{run}"
+    tests = asserts(f"{code}\nassert f(2) in (2,)")
+    assert verifier.grade([block(f"def f(x): return {value}") for value in ("x", "2")], [tests] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
