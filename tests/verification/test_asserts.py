@@ -1,5 +1,6 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from watching import block
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.cases import PASSED, json_of_tests, read_tests
+from pacs_trl.verification.changed_arguments import ComparisonsOfArguments
 from pacs_trl.verification.code import CodeVerifier
 
 
@@ -180,6 +182,21 @@ def test_a_changed_argument_is_compared_with_a_literal(verifier, code):
     programs = [UNIQUE, "def f(x): return len(set(x))", "def f(x):\n    x[:] = 3, 3\n    return 2", EMPTY]
     grades = verifier.grade_detailed(list(map(block, programs)), [asserts(code)] * 4)
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0], grades
+
+
+@pytest.mark.parametrize(
+    ("code", "compared"),
+    [
+        ("y = f(x)\nassert isinstance(y, list)\nassert y == [1]", False),
+        ("y = f(x)\nprint(x, y)\nassert len(y) == 1", False),
+        ("y = f(x)\nassert isinstance(x, list)\nassert x == [1]", True),
+    ],
+)
+def test_arguments_are_sent_back_only_if_asserts_compare_them(code, compared):
+    """A value that only a function of Python gets is no argument: sending all back doubles the time of a call."""
+    comparisons = ComparisonsOfArguments(tree := ast.parse(code))
+    comparisons.visit(tree)
+    assert comparisons.any_compared is compared
 
 
 def test_an_argument_that_must_not_change_is_compared_with_a_literal(verifier):
