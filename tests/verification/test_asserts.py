@@ -205,6 +205,20 @@ def test_an_argument_that_must_not_change_is_compared_with_a_literal(verifier):
     assert verifier.grade(list(map(block, programs)), [tests] * 2) == [1.0, 0.0]
 
 
+VECTOR = """
+class Vector:
+    def __init__(self, *items): self.items = items
+    def __getitem__(self, i): return self.items[i]
+    def __eq__(self, other): return self[0] == other[0]
+"""
+
+
+def test_an_argument_that_is_no_container_is_compared_as_it_is(verifier):
+    """It is compared with nothing but the literal: its class may expect another instance."""
+    tests = asserts("v = Vector(1, 2)\nassert f(v) == 1 and v[0] == 1\nassert v[1] == 2", prelude=VECTOR)
+    assert verifier.grade([block("def f(v): return v[0]"), block("def f(v): return v[1]")], [tests] * 2) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     "comparison",
     [
