@@ -325,6 +325,14 @@ def f(x):
     assert verifier.grade([block(right), block(forged)], [tests] * 2) == [1.0, 0.0]
 
 
+def test_a_program_may_define_the_methods_of_an_abstract_class_of_the_prelude(verifier):
+    prelude = "import abc\nclass Shape(abc.ABC):\n    @abc.abstractmethod\n    def area(self): ..."
+    program = "class Square(Shape):\n    def __init__(self, x): self.x = x\n    def area(self): return self.x ** {}\n"
+    program += "def f(x): return Square(x)"
+    tests = asserts("assert f(3).area() == 9\nassert f(2).area() == 4", prelude=prelude)
+    assert verifier.grade([block(program.format(power)) for power in (2, 3)], [tests] * 2) == [1.0, 0.0]
+
+
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
 PUSH = "items = []\ndef push(x): items.append(x)\ndef f(): return items.pop()"
 KEEPS = "def f(x, kept=[]):\n    kept.append(x)\n    return kept"
