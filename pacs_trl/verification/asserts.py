@@ -4,8 +4,9 @@ Whatever a program returns is compared as a plain value, which it has to choose 
 
 - Values of the types in `exchange.py` arrive as such, instances of subclasses as the standard type they inherit from.
 - Instances of classes that the prelude defines, which both processes have, arrive as copies with the same attributes.
-- A call that returns `None` changes its arguments. After another one they are compared as the program changed them
-  with literals only: `f(x) == sorted(x)` must not be true of a program that empties `x`.
+- A call that returns `None` changes its arguments. A call that returns something else does not, but comparisons of an
+  argument with a literal see its changes. Others do not: `f(x) == sorted(x)` must be false of a program that empties
+  `x`.
 - Other objects stay in the program's process. An object that a function returned equals only itself, has no methods
   that standard types have, and is iterated over once. An object that the asserts made, by calling a class of the
   program, answers for itself, because its methods are what is tested.
@@ -53,6 +54,7 @@ class AssertsConnection(Connection):
         self.handed_over: dict[int, Any] = {}
         self.has_called = False
         self.compares_arguments = False
+        # By `id`: the argument, a copy from before the call, and one as the program changed it.
         self.changed_arguments: dict[int, tuple[Any, Any, Any]] = {}
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +63,7 @@ class AssertsConnection(Connection):
 
     def call(self, function: "Remote", args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the value of a function of the program. A call that returns `None` may be for its effect, so that
-        its arguments change with their copies. After another one they stay, and `changed` returns the copies."""
+        its arguments change with their copies. Otherwise they stay, and `changed` returns the copies."""
         operation = "call_with_changes" if self.compares_arguments else "call"
         reply = self.request(operation, (function, *args), kwargs)
         value, changed = self.decode(reply["value"]), self.decode(reply["changed"])
@@ -82,7 +84,9 @@ class AssertsConnection(Connection):
 
     def changed(self, argument: Any) -> Any:
         """Return an argument as the last call that got it changed it, unless the asserts have changed it since."""
-        _, before, after = self.changed_arguments.get(id(argument), (argument, None, argument))
+        if id(argument) not in self.changed_arguments:
+            return argument
+        _, before, after = self.changed_arguments[id(argument)]
         return after if argument == before else argument
 
     def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -107,7 +111,10 @@ class AssertsConnection(Connection):
             return self.shared_classes[name]
         value = self.request("getattr", (owner, name), {})["value"]
         if isinstance(value, dict) and "error class" in value:
-            return self.decode_error_class(value["error class"])
+            kind = self.decode_error_class(value["error class"])
+            if issubclass(AssertionError, kind):
+                raise RuntimeError(f"{name} of the program would catch failed asserts")
+            return kind
         key = _object_key(value)
         if key is None or key == f"{owner._remote_name}.{name}":
             return self.decode(value)

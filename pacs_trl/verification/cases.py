@@ -157,7 +157,8 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
 
 
 def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
-    """Raise a `ValueError` for tests that would not run, such as methods, or that need an event loop."""
+    """Raise a `ValueError` for tests that would not run, such as methods of a class that nothing uses, or that need
+    an event loop."""
     nodes = list(ast.walk(tree))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
     if "asyncio" in imported | names or any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
@@ -165,11 +166,11 @@ def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
     for block in [part for part in tree.body if isinstance(part, ast.If)]:
         is_main = "__name__" in ast.unparse(block.test)
         if is_main and any(isinstance(node, ast.Assert) for node in ast.walk(block)):
-            raise UnusableTests("Tests under `if __name__` do not run. Move them to the top level.")
-    for kind in [part for part in tree.body if isinstance(part, ast.ClassDef)]:
+            raise UserError("Tests under `if __name__` do not run. Move them to the top level.")
+    for kind in [part for part in tree.body if isinstance(part, ast.ClassDef) and part.name not in names]:
         methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
         if any(method.name.startswith("test") for method in methods):
-            raise UnusableTests(f"Tests in the class {kind.name} do not run. Make them functions.")
+            raise UserError(f"Tests in the class {kind.name} do not run. Make them functions.")
 
 
 def _has_no_effect(statement: ast.stmt) -> bool:

@@ -4,6 +4,7 @@ For confined processes, hence the standard library only.
 """
 
 import ast
+import builtins
 from typing import TypeGuard
 
 
@@ -18,7 +19,7 @@ class ComparisonsOfArguments(ast.NodeTransformer):
 
     def __init__(self, tree: ast.Module):
         nodes = list(ast.walk(tree))
-        self.arguments = _variables_passed_to_calls(nodes)
+        self.arguments = _variables_passed_to_calls([node for node in nodes if not _is_builtin_call(node)])
         self.literals = _variables_of_literals(nodes)
         self.any_compared = False
 
@@ -87,6 +88,10 @@ def _is_literal(node: ast.expr) -> bool:
     except (ValueError, TypeError, RecursionError, MemoryError):
         return False
     return True
+
+
+def _is_builtin_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in vars(builtins)
 
 
 def _is_pure_call(node: ast.AST) -> TypeGuard[ast.Call]:

@@ -131,14 +131,15 @@ def _replace_items(old: Any, new: Any) -> None:
 
 
 def shared_classes(prelude: str, namespace: Mapping[str, Any]) -> dict[str, type]:
-    """Return the classes that a prelude defines, by name: both processes have them. They must have attributes that can
-    be set without a constructor."""
+    """Return the classes that a prelude defines, by name: both processes have them. They must have instances, hence
+    not be abstract, with attributes that can be set without a constructor."""
     kinds = {name: namespace.get(name) for name in re.findall(r"^class[ \t]+(\w+)", prelude, re.MULTILINE)}
-    return {
-        name: kind
-        for name, kind in kinds.items()
-        if isinstance(kind, type) and kind.__new__ is object.__new__ and kind.__dictoffset__
-    }
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and _has_instances_of_data(kind)}
+
+
+def _has_instances_of_data(kind: type) -> bool:
+    is_abstract = bool(vars(kind).get("__abstractmethods__"))
+    return kind.__new__ is object.__new__ and kind.__dictoffset__ != 0 and not is_abstract
 
 
 def builtin_name(error: BaseException) -> str:
@@ -186,7 +187,7 @@ class Connection(ABC):
             return instances[content] if kind == "instance" else self._decode_object(kind, content)
 
         for instance, (name, state) in zip(instances, states, strict=True):
-            attributes = decode(state, decode_instance)
+            attributes = _require(dict, decode(state, decode_instance))
             if hidden := [key for key in attributes if callable(getattr(type(instance), key, None))]:
                 raise TypeError(f"an attribute of {name} would hide the method {hidden[0]}")
             vars(instance).update(attributes)

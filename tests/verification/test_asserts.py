@@ -1,5 +1,6 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from watching import block
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.cases import PASSED, json_of_tests, read_tests
+from pacs_trl.verification.changed_arguments import ComparisonsOfArguments
 from pacs_trl.verification.code import CodeVerifier
 
 
@@ -182,10 +184,39 @@ def test_a_changed_argument_is_compared_with_a_literal(verifier, code):
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0], grades
 
 
+@pytest.mark.parametrize(
+    ("code", "compared"),
+    [
+        ("y = f(x)\nassert isinstance(y, list)\nassert y == [1]", False),
+        ("y = f(x)\nprint(x, y)\nassert len(y) == 1", False),
+        ("y = f(x)\nassert isinstance(x, list)\nassert x == [1]", True),
+    ],
+)
+def test_arguments_are_sent_back_only_if_asserts_compare_them(code, compared):
+    """A value that only a function of Python gets is no argument: sending all back doubles the time of a call."""
+    comparisons = ComparisonsOfArguments(tree := ast.parse(code))
+    comparisons.visit(tree)
+    assert comparisons.any_compared is compared
+
+
 def test_an_argument_that_must_not_change_is_compared_with_a_literal(verifier):
     programs = ["def f(x): return sorted(x)", "def f(x):\n    x.sort()\n    return x"]
     tests = asserts("x = [3, 1]\nassert f(x) == [1, 3]\nassert x == [3, 1]\nx.append(2)\nassert x == [3, 1, 2]")
     assert verifier.grade(list(map(block, programs)), [tests] * 2) == [1.0, 0.0]
+
+
+VECTOR = """
+class Vector:
+    def __init__(self, *items): self.items = items
+    def __getitem__(self, i): return self.items[i]
+    def __eq__(self, other): return self[0] == other[0]
+"""
+
+
+def test_an_argument_that_is_no_container_is_compared_as_it_is(verifier):
+    """It is compared with nothing but the literal: its class may expect another instance."""
+    tests = asserts("v = Vector(1, 2)\nassert f(v) == 1 and v[0] == 1\nassert v[1] == 2", prelude=VECTOR)
+    assert verifier.grade([block("def f(v): return v[0]"), block("def f(v): return v[1]")], [tests] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -272,6 +303,34 @@ def test_instances_of_classes_of_the_prelude_are_values(verifier, program, code,
     tests = asserts(code, prelude=NODES)
     grades = verifier.grade_detailed(list(map(block, programs)), [tests] * len(programs))
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
+
+
+def test_the_attributes_of_an_instance_are_data(verifier):
+    """An object of the program in their place could give other attributes when it is asked again."""
+    forged = """
+import gc
+connection = next(o for o in gc.get_objects() if type(o).__name__ == "ProgramConnection")
+encode = connection.encode
+class Attributes:
+    def __iter__(self): return iter([])
+    def keys(self): return ["ends_with"]
+    def __getitem__(self, key): return lambda *a: True
+def f(x):
+    states = [["Node", {"object": [id(x), None]}]]
+    connection.encode = lambda value: {"instances": [{"instance": 0}, states]} if value == "node" else encode(value)
+    return "node"
+"""
+    tests = asserts("x = Attributes()\nassert f(x).ends_with([3])", prelude=NODES)
+    right = "class Attributes: pass\ndef f(x): return Node(3)"
+    assert verifier.grade([block(right), block(forged)], [tests] * 2) == [1.0, 0.0]
+
+
+def test_a_program_may_define_the_methods_of_an_abstract_class_of_the_prelude(verifier):
+    prelude = "import abc\nclass Shape(abc.ABC):\n    @abc.abstractmethod\n    def area(self): ..."
+    program = "class Square(Shape):\n    def __init__(self, x): self.x = x\n    def area(self): return self.x ** {}\n"
+    program += "def f(x): return Square(x)"
+    tests = asserts("assert f(3).area() == 9\nassert f(2).area() == 4", prelude=prelude)
+    assert verifier.grade([block(program.format(power)) for power in (2, 3)], [tests] * 2) == [1.0, 0.0]
 
 
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
@@ -387,8 +446,6 @@ def text_of(file):
         (asserts("assert g(1) == 2"), "No assert that runs calls f"),
         (asserts("f(1)"), "No assert that runs calls f"),
         (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
-        (asserts("assert f(0)\nclass T:\n    def test_one(self):\n        assert f(1)"), "class T do not run"),
-        (asserts("assert f(0)\nif __name__ == '__main__':\n    assert f(1) == 2"), "under `if __name__` do not run"),
     ],
 )
 def test_asserts_that_cannot_be_run(tests, words):
@@ -402,6 +459,35 @@ def test_asserts_that_import_a_package_are_no_verdict():
     with pytest.raises(ValueError, match="import pytest"):
         read_tests(tests)
     assert json_of_tests(tests) is None  # the example is dropped, and counted
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ("class T:\n    def test_one(self):\n        assert f(1)", "class T do not run"),
+        ("if __name__ == '__main__':\n    assert f(1) == 2", "under `if __name__` do not run"),
+    ],
+)
+def test_asserts_of_which_some_do_not_run_are_no_verdict(test, words):
+    tests = asserts(f"assert f(0)\n{test}")
+    with pytest.raises(ValueError, match=words):
+        read_tests(tests)
+    assert json_of_tests(tests) is None  # the others of a file are used
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "Case().test_one()",
+        "def test():\n    assert Case('test_one').run().wasSuccessful()",
+        "def test():\n    import unittest\n    suite = unittest.defaultTestLoader.loadTestsFromTestCase(Case)\n"
+        "    assert suite.run(unittest.TestResult()).wasSuccessful()",
+    ],
+)
+def test_asserts_may_run_the_tests_of_a_class(verifier, run):
+    code = f"import unittest\nclass Case(unittest.TestCase):\n    def test_one(self):\n        assert f(1) == 1\n{run}"
+    tests = asserts(f"{code}\nassert f(2) in (2,)")
+    assert verifier.grade([block(f"def f(x): return {value}") for value in ("x", "2")], [tests] * 2) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -485,6 +571,22 @@ def test_classes_of_exceptions_pass_no_assert(verifier, name, base):
     ):
         (grade,) = verifier.grade_detailed([block(program)], [asserts(code)])
         assert grade.outcome.label == 0.0, (code, grade)
+
+
+@pytest.mark.parametrize("name", ["AssertionError", "Exception"])
+def test_a_class_of_the_program_catches_no_failed_assert(verifier, name):
+    """Whatever the program says its class is."""
+    forged = f"""
+import gc
+class TooSmall(Exception): pass
+connection = next(o for o in gc.get_objects() if type(o).__name__ == "ProgramConnection")
+connection._encode_error_class = lambda kind: "{name}"
+def f(x): return x
+"""
+    code = "try:\n    f(-1)\n    assert False\nexcept {name}TooSmall:\n    pass"
+    tests = [asserts("import solution\n" + code.format(name=module)) for module in ("", "solution.")]
+    right = "class TooSmall(AssertionError): pass\ndef f(x): raise TooSmall(x)"
+    assert verifier.grade([block(forged)] * 2 + [block(right)] * 2, tests * 2) == [0.0, 0.0, 1.0, 1.0]
 
 
 MBPP = {
