@@ -247,8 +247,8 @@ def _datasets(
     """Return the training and evaluation examples, of the environment or of the named data."""
     training, data = recipe.training, recipe.data
     if environment is not None:
-        num_generations = recipe.step.num_generation_batches(training.max_steps)
-        num_examples = int(num_generations * recipe.step.prompts_per_generation)  # of an environment without a dataset
+        num_batches = recipe.step.num_generation_batches(training.max_steps)
+        num_examples = int(num_batches * recipe.step.prompts_per_generation)  # of an environment without a dataset
         examples = examples_of(environment, num_examples, data.eval_split_size)
         train_dataset, eval_dataset = shuffled_and_split(examples, data)
     else:

@@ -163,6 +163,11 @@ def test_scale_rewards_is_a_boolean_or_a_name_in_recipes_files_of_trl_and_comman
     assert [config.scale_rewards for config in configs] == [value] * 4
 
 
+@pytest.mark.parametrize(("written", "value"), [(True, True), (False, False), ("true", True), ("no", False)])
+def test_fsdp_is_a_boolean_in_recipes_and_on_command_lines(written, value):
+    assert bool(read(4, fsdp=written).training.fsdp) is value
+
+
 def test_a_list_is_a_pair_of_numbers_where_the_setting_is_one():
     assert read(method="rloo", reward_clip_range=[0, "0.5"]).training.reward_clip_range == (0.0, 0.5)
     with pytest.raises(ValueError, match="reward_clip_range.*'low'"):

@@ -50,8 +50,8 @@ def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if isinstance(row.get("prompt"), list):
             last_turn = content_as_text(row["prompt"][-1])
-            has_answer = row.get("reward_model") or row  # flat rows have the answer beside the prompt
-            row = {"problem": last_turn.get("content"), "answer": has_answer.get("ground_truth")} | row
+            row_with_answer = row.get("reward_model") or row  # flat rows have the answer beside the prompt
+            row = {"problem": last_turn.get("content"), "answer": row_with_answer.get("ground_truth")} | row
         converted.append(row)
     return converted
 

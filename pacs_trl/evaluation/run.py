@@ -136,7 +136,6 @@ def evaluate(
     entries: dict[str, Any] = {}
     settings_not_sent: set[str] = set()
     with ExitStack() as stack:
-        # The engine is started if a sample is missing.
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [
             requests_to_generate(args, benchmark, store.keys)
@@ -145,7 +144,7 @@ def evaluate(
         # Prompts are rendered with these arguments; stored and published are those of the user.
         prompt_args = _with_stored_date(args, tokenizer)
         prompt_digest = _prompt_digest(prompt_args, tokenizer, is_template_used=bool(with_conversations))
-        engine = None
+        engine = None  # which is not needed if all samples are stored
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")

@@ -128,7 +128,7 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
     if uses_plugin(args, "DEEPSPEED"):
         unsupported.append("DeepSpeed")
     if uses_plugin(args, "FSDP") and version_of_fsdp(args) != 2:
-        unsupported.append("FSDP 1 (set version_of_fsdp: 2)")
+        unsupported.append("FSDP 1 (set fsdp_version: 2)")
     reward_funcs = arguments["reward_funcs"]
     if not isinstance(reward_funcs, list):
         reward_funcs = [reward_funcs]

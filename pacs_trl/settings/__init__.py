@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from ..errors import UserError
-from .fields import type_hints
+from .fields import switch_value, type_hints
 
 
 # Our settings by their names in TRL's scripts, earlier versions of transformers, verl, OpenRLHF, and lm-eval, where no
@@ -229,7 +229,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     values: dict[str, Any] = {}  # that are no words of a command line
     for key, written in known_settings(settings, actions, what).items():
         action, value = actions[key], _as_declared(key, written, hints[key])
-        is_switch = key == "fsdp" and value is True
+        is_switch = key == "fsdp" and isinstance(value, bool)
         if isinstance(value, list) and action.nargs == "+":
             words += [f"--{key}", *map(str, value)]
         elif isinstance(value, list | tuple | dict | None) or is_switch:
@@ -249,6 +249,8 @@ def _as_declared(key: str, value: Any, hint: str) -> Any:
             "`parallelism_config` is an object of accelerate, which a recipe cannot have. Remove the key, and write "
             "sizes of data parallelism into the accelerate file (`accelerate launch --config_file`)."
         )
+    if key == "fsdp" and isinstance(value, str) and isinstance(switch_value(value), bool):  # else names of options
+        return switch_value(value)
     if isinstance(value, str) and "dict" in hint and value.lstrip().startswith("{"):  # YAML or JSON
         return parse_mapping(value, f"setting `{key}`")
     if isinstance(value, str) and key.endswith("_kwargs"):
@@ -288,7 +290,7 @@ def _suggestion(key: str, known: Collection[str]) -> str:
 def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
     """Raise a `ValueError` if a setting of type `hint` cannot be a list, tuple, mapping, or None."""
     kind = "None" if value is None else type(value).__name__
-    if kind in hint or value is True or (value is None and may_be_missing):
+    if kind in hint or isinstance(value, bool) or (value is None and may_be_missing):
         return
     if hint == str(str):
         several = " Several datasets are not mixed: join them into one file." if key == "dataset_name" else ""

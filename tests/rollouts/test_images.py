@@ -504,11 +504,11 @@ def test_the_version_of_fsdp_with_images_is_that_of_trainer(tmp_path, monkeypatc
     settings = {"bf16": False, "use_cpu": True, "fsdp": True}
     check_settings_for_images(pacs_trl.GRPOConfig(str(tmp_path), **settings), arguments)
     args = pacs_trl.GRPOConfig(str(tmp_path), fsdp_config={"version": 1}, **settings)
-    with pytest.raises(ValueError, match="FSDP 1 "):
+    with pytest.raises(ValueError, match=r"FSDP 1 \(set fsdp_version: 2\)"):
         check_settings_for_images(args, arguments)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     args = pacs_trl.GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
-    with pytest.raises(ValueError, match="FSDP 1 "):
+    with pytest.raises(ValueError, match=r"FSDP 1 \(set fsdp_version: 2\)"):
         check_settings_for_images(args, arguments)
 
 

@@ -32,7 +32,7 @@ def trainer(tmp_path, checkpoint, colocated):
         max_steps=3,
         **(LEARNING | colocated),
     )
-    trainer._prompt.parse = lambda text: (
+    trainer._critic_prompt.parse = lambda text: (
         len(text) % 11 / 10
     )  # it was never taught the tags, and has to learn something
     return trainer
