@@ -236,7 +236,7 @@ def require_columns(source: str, rows: Sequence[dict[str, Any]], columns: Mappin
         if column is not None and column not in present:
             raise UserError(
                 f"`{setting}` {column!r} is not a column of {source!r}, which has {', '.join(present)}. Set "
-                f"`{setting}` to one of them."
+                f"`{setting}` to one of them, or add it to the data."
             )
     return present
 
