@@ -415,7 +415,7 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     first, last = sides[0], sides[-1]
     if operators == {r"\in"} and len(sides) == 2:
         return read_value(last, True)
-    if operators != {"="} or _is_wrong_calculation(sides):
+    if operators != {"="} or _is_line(sides) or _is_wrong_calculation(sides):
         return None
     is_chain = len(sides) > 2
     if is_chain or names_quantity(first):
@@ -423,6 +423,13 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     if names_quantity(last):
         return _read_side(first)
     return _read_side(last) if _is_calculation(first, last) else None
+
+
+def _is_line(sides: tuple[str, ...]) -> bool:
+    """Whether sides are the symmetric equations of a line, each with a variable of its own."""
+    variables = [names_in(side) for side in sides]
+    is_alone = all(len(names) == 1 for names in variables)
+    return len(sides) > 2 and is_alone and len(set().union(*variables)) == len(sides)
 
 
 # `\sin 30`, whose angle may be in degrees.
@@ -504,6 +511,8 @@ _FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq", "=": "=", r"
 
 def _same_equation(gold: Relation, answer: Relation) -> bool:
     """Whether two equations or inequalities hold at the same points."""
+    if _is_line(gold.sides) and _is_line(answer.sides):
+        return _is_permutation(tuple(map(_read_side, gold.sides)), tuple(map(_read_side, answer.sides)))
     if len(gold.sides) != 2 or len(answer.sides) != 2:
         texts = [re.sub(r"\s", "", "".join(each.sides) + "".join(each.operators)) for each in (gold, answer)]
         return texts[0] == texts[1]
