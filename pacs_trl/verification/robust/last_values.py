@@ -83,14 +83,15 @@ _MODIFIERS = re.compile(
     (?:
         [^\d,;:()=.\n]*
         (?:
-            \b(?:between|from|among|within|in|during|after|before|until|than|below|above|under|over|for|modulo)
-            | \b(?:divided|divisible)\ by | \b(?:of|at|on)\ (?:the|these|those|all) | [a-z]\^
-            | \bto\ (?!be|equal|get|give|make|obtain|reach|total|yield)[a-z]+
+            \b(?:between|from|among|within|in|at|on|during|after|before|until|than|below|above|under|over|for|modulo)
+            (?:\ (?:the|these|those|all))?
+            | \b(?:divided|divisible)\ by | \bof\ (?:the|these|those|all) | [a-z]\^
+            | \bto\ (?!be|equal|get|give|make|obtain|total|yield)[a-z]+
             | (?:,\ as\ [a-z]+\ in|\()\ ?(?:step|part|case|equation|figure|table)
         )
         \ ?\$?\d[\d,.]*\$?(?:(?:\ to|\ -|,?\ and|,?\ or|,)\ \$?\d[\d,.]*\$?)*
     )*
-    [^\d,;:(=.\n]*(?:\b(?:when|if)\b[^,;:=\n]*)?[.!]?\s*
+    [^\d,;:(=.\n]*(?:,?\s(?:when|if|since|because)\b[^,;:=\n]*)?[.!]?\s*
     """,
     re.VERBOSE | re.IGNORECASE,
 )
