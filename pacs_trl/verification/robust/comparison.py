@@ -7,7 +7,7 @@ from typing import Any
 
 from sympy import Add, Basic, Expr, Mul, pi
 
-from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
+from .exact import is_carried_out, is_equal_expression, is_near, is_proportional, rational_value
 from .intervals import intervals_of, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
 from .quantities import combines_names, is_quantity, is_simple_quantity, names_in
@@ -415,7 +415,7 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     first, last = sides[0], sides[-1]
     if operators == {r"\in"} and len(sides) == 2:
         return read_value(last, True)
-    if operators != {"="} or _is_wrong_calculation(sides):
+    if operators != {"="} or _is_line(sides) or _is_wrong_calculation(sides):
         return None
     is_chain = len(sides) > 2
     if is_chain or names_quantity(first):
@@ -425,15 +425,34 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     return _read_side(last) if _is_calculation(first, last) else None
 
 
+def _is_line(sides: tuple[str, ...]) -> bool:
+    """Whether sides are the symmetric equations of a line, each with a variable of its own."""
+    variables = [names_in(side) for side in sides]
+    is_alone = all(len(names) == 1 for names in variables)
+    return len(sides) > 2 and is_alone and len(set().union(*variables)) == len(sides)
+
+
+# `\sin 30`, whose angle may be in degrees.
+_SINE_OF_NUMBER = re.compile(r"\\(?:sin|cos|tan)(?![A-Za-z])(?!.*\\(?:pi|circ)(?![A-Za-z]))", re.DOTALL)
+
+
 def _is_wrong_calculation(sides: tuple[str, ...]) -> bool:
     """Whether a number of a chain of equations differs from the last one by more than rounding, as in `2 + 2 = 5`.
     Numbers with a unit or in percent are not compared."""
-    numbers = [value for side in sides if isinstance(value := _read_side(side), Leaf) and not value.is_percent]
-    values = [number.value for number in numbers if number.unit is None]
-    return any(
-        is_near(value, values[-1]) is False and not is_equal_expression(value, values[-1], None, None)
-        for value in values[:-1]
-    )
+    values = [_read_side(side) for side in sides if not _SINE_OF_NUMBER.search(side)]
+    numbers = [value for value in values if isinstance(value, Leaf) and not value.is_percent and value.unit is None]
+    return any(_contradicts(number, numbers[-1]) for number in numbers[:-1])
+
+
+def _contradicts(number: Leaf, result: Leaf) -> bool:
+    """Whether a number is neither equal to a result nor rounded to it. Two whole numbers must be equal."""
+    if re.fullmatch(r"-?\d+", result.text) and (exact := rational_value(number.value)) is not None:
+        if exact.denominator == 1:
+            return exact != result.value
+        if abs(exact - result.value) <= Fraction(1, 2) and abs(result.value) >= 10:
+            return False
+    is_different = is_near(number.value, result.value) is False
+    return is_different and not is_equal_expression(number.value, result.value, None, None)
 
 
 def _states_combination(relation: Relation) -> bool:
@@ -492,6 +511,8 @@ _FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq", "=": "=", r"
 
 def _same_equation(gold: Relation, answer: Relation) -> bool:
     """Whether two equations or inequalities hold at the same points."""
+    if _is_line(gold.sides) and _is_line(answer.sides):
+        return _is_permutation(tuple(map(_read_side, gold.sides)), tuple(map(_read_side, answer.sides)))
     if len(gold.sides) != 2 or len(answer.sides) != 2:
         texts = [re.sub(r"\s", "", "".join(each.sides) + "".join(each.operators)) for each in (gold, answer)]
         return texts[0] == texts[1]

@@ -211,11 +211,11 @@ def _without_remarks(statement: str) -> str:
     """Return a statement without what follows the answer in its sentence."""
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
+    if afterthought := _AFTERTHOUGHT.search(statement):
+        statement = statement[: afterthought.start()]
     statement = _REJECTED_VALUE.sub("", ROUNDED_AFTER.sub("", _REMARK.sub("", statement)))
     if re.search(r"[\w)]!\s*$", statement) and "$" not in statement:
         statement = statement.rstrip().removesuffix("!")  # an exclamation, not a factorial
-    if afterthought := _AFTERTHOUGHT.search(statement):
-        statement = statement[: afterthought.start()]
     return statement
 
 

@@ -71,20 +71,39 @@ def last_values(text: str) -> list[str]:
 
 
 _NUMBER_AND_UNIT = re.compile(rf"\s*(?:{_NUMBERS.pattern})(?:\ ?[A-Za-z]+)?\.?\s*", re.VERBOSE)
-_RESULT_AFTER = re.compile(
-    r"[=\n]|\b(?:is|are|was|were|has|have|had|be|makes?|gives?|gets?|equals?|totals?|so|thus|hence|therefore|but|then)\b"
-    r"|\b(?:giving|making|yielding|costing|totall?ing|resulting|which|times|each|i\.e|for\s+a\s+total)\b",
+_VERB_BEFORE = re.compile(
+    r"(?:[=\u2248]|\b(?:is|are|was|were|be|has|have|had|needs?|takes?|took|costs?|equals?|makes?|gets?|got|earns?|earned"
+    r"|pays?|paid|spends?|spent|saves?|saved|requires?))\s(?:exactly\s|only\s|a\stotal\sof\s)?$",
     re.IGNORECASE,
+)
+# Numbers of a range, time, place, purpose, or reference, or in a condition, as in "between 1 and 100", "to buy 4
+# tickets", and "as shown in step 2". Each keyword stands right before its number, so that matching is linear.
+_MODIFIERS = re.compile(
+    r"""
+    (?:
+        [^\d,;:()=.\n]*
+        (?:
+            \b(?:between|from|among|within|in|at|on|during|after|before|until|than|below|above|under|over|for|modulo)
+            (?:\ (?:the|these|those|all))?
+            | \b(?:divided|divisible)\ by | \bof\ (?:the|these|those|all) | [a-z]\^
+            | \bto\ (?!be|equal|get|give|make|obtain|total|yield)[a-z]+
+            | (?:,\ as\ [a-z]+\ in|\()\ ?(?:step|part|case|equation|figure|table)
+        )
+        \ ?\$?\d[\d,.]*\$?(?:(?:\ to|\ -|,?\ and|,?\ or|,)\ \$?\d[\d,.]*\$?)*
+    )*
+    [^\d,;:(=.\n]*(?:,?\s(?:when|if|since|because)\b[^,;:=\n]*)?[.!]?\s*
+    """,
+    re.VERBOSE | re.IGNORECASE,
 )
 
 
 def _is_result_in_sentence(text: str, bold: re.Match) -> bool:
     """Whether the last bold number of a text is the result that its last line states, as in "There are **17** integers
-    between 1 and 100": the only bold text of the line, inside of it, and without a verb or an equals sign after it."""
+    between 1 and 100": the only bold text of the line, after a verb, and before numbers that only modify it."""
     before = text[text.rfind("\n", 0, bold.start()) + 1 : bold.start()]
-    is_alone = before.strip() and "**" not in before and not _NEGATION_BEFORE.search(before)
+    is_stated = _VERB_BEFORE.search(before[-60:]) and "**" not in before
     is_number = _NUMBER_AND_UNIT.fullmatch(bold["bold"])
-    return bool(is_alone and is_number and not _RESULT_AFTER.search(text[bold.end() :].rstrip()))
+    return bool(is_stated and is_number and _MODIFIERS.fullmatch(text, bold.end()))
 
 
 def _content(match: re.Match) -> str:

@@ -270,7 +270,7 @@ def _is_product_of_letters(text: str) -> bool:
 
 
 _MICRO = re.compile(r"^\\mu\s*(?=[mgs](?![A-Za-z]))")
-_OHM = re.compile(r"^\\Omega$")
+_OHM = re.compile(r"^(?:\\text\s*\{\s*)?([kM]?)\s*\}?\s*\\Omega\s*\}?$")
 _UNITS_IN_TEXTS = re.compile(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*(?:[/.]|\\cdot)?\s*)+")
 _DEGREE = r"^{\circ}"
 
@@ -283,7 +283,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     value, num_decimals = number
     denominator = match["d3"] or match["d4"]
     is_quotient = denominator is not None and value.denominator == 1 and abs(int(denominator)) != 1
-    rest = _OHM.sub("ohm", _MICRO.sub("u", text[match.end() :].strip()))
+    rest = _OHM.sub(r"\\text{\1ohm}", _MICRO.sub("u", text[match.end() :].strip()))
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
         value *= 10**power

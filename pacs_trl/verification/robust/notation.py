@@ -34,6 +34,8 @@ _SYMBOLS = {
     "\u03bb": r"\lambda ",
     "\u03c6": r"\phi ",
     "\u03c9": r"\omega ",
+    "\u03a9": r"\Omega ",
+    "\u2126": r"\Omega ",
     "\u221e": r"\infty ",
     "\u2205": r"\emptyset ",
     "\u00d8": r"\emptyset ",
@@ -178,6 +180,9 @@ _CONNECTIVE = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|or\s+equivalently|i\.\s?e\.)\s*,?\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
     r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
+_OR = re.compile(r"\s*(?:\\text\s*\{\s*or\s*\}|\\(?:lor|vee)(?![A-Za-z])|(?<![A-Za-z\\])or(?![A-Za-z])|或)\s*")
+_INEQUALITY = re.compile(r"[^=,]*(?:[<>]|\\[lg]eq?(?![A-Za-z]))[^=,]*")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _LATEX_SYNONYMS = [
     (re.compile(r"\\(?:d|t|c|s)frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:geqslant|geqq|ge)(?![A-Za-z])"), r"\\geq "),
@@ -195,7 +200,7 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})"), r"\\ln "),
     (
         re.compile(
-            r"^(?:\\text\s*\{\s*)?(?:all|any)\s+real\s+(?:numbers|values)(?:\s+[a-z])?,?\s+except(?:\s+for)?\s*\}?"
+            r"^(?:\\text\s*\{\s*)?(?:[Aa]ll|[Aa]ny)\s+real\s+(?:numbers|values)(?:\s+[a-z])?,?\s+except(?:\s+for)?\s*\}?"
             rf"\s*(?:[a-z]\s*=\s*)?({_REAL_POINT}(?:,\s*{_REAL_POINT})*)\s*\}}?$"
         ),
         r"\\mathbb{R} \\setminus \\{\1\\}",
@@ -291,7 +296,8 @@ def normalize(text: str) -> str:
     text = _with_one_font(text)
     text = _CURRENCY_CODE.sub(lambda match: _CURRENCY_CODES[match[1].lower()], text)
     text = _CENTS_BEFORE_NUMBER.sub(r"\1 cents", text)
-    text = _CONNECTIVE.sub(", ", _ALTERNATIVE_IN_BRACKETS.sub(r", \1", text))
+    text = _with_union(_ALTERNATIVE_IN_BRACKETS.sub(r", \1", text))
+    text = _CONNECTIVE.sub(", ", text)
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
     text = strip_markup(_SPACES.sub(" ", text))
@@ -340,6 +346,14 @@ def _with_one_font(text: str) -> str:
     text = _TEXT_WITHOUT_BRACES.sub("", _FONT.sub(r"\\text", text))
     text = _MINUS_IN_TEXT.sub(r"\\text{-", _MINUS_IN_WORDS.sub("-", text))
     return _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
+
+
+def _with_union(text: str) -> str:
+    """Return two inequalities for one variable with "or" between them as a union; others unchanged."""
+    parts = _OR.split(text)
+    is_union = len(parts) == 2 and all(map(_INEQUALITY.fullmatch, parts))
+    is_union = is_union and len({*_VARIABLE.findall(parts[0]), *_VARIABLE.findall(parts[1])}) == 1
+    return rf"{parts[0]} \cup {parts[1]}" if is_union else text
 
 
 def _with_digits(text: str) -> str:

@@ -68,7 +68,7 @@ _TABLE: dict[str, Unit] = {
 # Symbols of units that are variables elsewhere, so that they are no unit words, also with a prefix such as the `m` of
 # `mA`. `mW` and `MW` differ.
 _NAMES = {"N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "K": "kelvin", "Hz": "hertz"}
-_NAMES |= {"Pa": "pascal", "C": "coulomb", "eV": "electronvolt", "mol": "mole"}
+_NAMES |= {"Pa": "pascal", "C": "coulomb", "eV": "electronvolt", "mol": "mole", "ohm": "ohm"}
 _FACTORS = {"": "1", "n": "1e-9", "u": "1e-6", "m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9"}
 _SYMBOLS = {
     prefix + symbol: Unit(_TABLE[name].dimension, _TABLE[name].factor * Fraction(factor))

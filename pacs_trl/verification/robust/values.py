@@ -101,7 +101,8 @@ _BASED = re.compile(
 _BASES = "two three four five six seven eight nine ten eleven twelve".split()
 # `- \frac{1}{2}\text{j}`, of which normalized text has `\text` for any font.
 _UNIT_VECTOR = re.compile(
-    r"\s*([-+]?\s*(?:\d+(?:\.\d+)?|\\frac\s*\{\d+\}\s*\{\d+\})?)\s*\\(?:text|hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}\s*"
+    r"\s*([-+]?\s*(?:\d+(?:\.\d+)?|\\frac\s*\{\d+\}\s*\{\d+\})?)\s*\\(?:text|hat|vec)\s*\{\s*"
+    r"(?:\\text\s*\{\s*)?\\?([ijk])(?:math)?\s*\}(?:\s*\})?\s*"
 )
 _UNIT_VECTORS = re.compile(rf"(?:{_UNIT_VECTOR.pattern}){{2,3}}")
 _RELATION = re.compile(r"\\(?:leq|geq|neq|approx|equiv|in|sim)(?![A-Za-z])|[<>]|(?<![\\!<>:])=|:=")
