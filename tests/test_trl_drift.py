@@ -163,8 +163,8 @@ USED = set(
     run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
     per_device_eval_batch_size eval_on_start save_only_model save_strategy save_steps save_on_each_node
     save_total_limit push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
-    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
-    include_num_input_tokens_seen restore_callback_states_from_checkpoint full_determinism seed use_cpu accelerator_config parallelism_config
+    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip include_num_input_tokens_seen
+    restore_callback_states_from_checkpoint full_determinism seed use_cpu accelerator_config parallelism_config
     dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
     dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp
