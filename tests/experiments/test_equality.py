@@ -192,4 +192,5 @@ def test_scenarios_cover_every_choice():
     # The commit before does not have these settings, or has them under a former name.
     names = ("compile_layers", "gradient_checkpointing", "packing", "rollout_schedule")
     added = {(name, value) for name, value in choices if name in names}
+    added |= {("scale_rewards", True), ("scale_rewards", False)}
     assert choices - covered - added == {("rollout_engine", "vllm"), ("padding_free", "auto")}
