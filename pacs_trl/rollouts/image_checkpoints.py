@@ -28,11 +28,9 @@ from ..data.text_tokenizer import accepting_text, load_text_tokenizer
 from ..errors import UserError
 from ..update.peft_models import without_peft
 from .launched_sharding import uses_plugin, version_of_fsdp
+from .model_config import Model
 from .rollout_config import RolloutConfig
 
-
-# A model, or its name or folder, as trainers take it.
-Model = str | PreTrainedModel | PeftModel
 
 _LINEAR = (nn.Linear, Conv1D)  # layers that peft adapts with `all-linear`
 _PROCESSOR_FILES = (IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, PROCESSOR_NAME)

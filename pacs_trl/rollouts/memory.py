@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import gather_object
 from peft import LoraConfig, PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..errors import UserError
@@ -38,14 +38,11 @@ from ..plan.workload import (
 )
 from ..update.step_sizes import BatchSizes
 from .launched_sharding import check_recomputation_of_fsdp, is_sharded_by_plugin, sharding_of_launch, uses_plugin
-from .model_config import config_of, weights_dtype
+from .model_config import Model, config_of, weights_dtype
 from .rollout_config import RolloutConfig
 
 
 logger = logging.getLogger(__name__)
-
-# A model, or its name or folder, as trainers take it.
-Model = str | PreTrainedModel | PeftModel
 
 
 class DeviceMemory(NamedTuple):

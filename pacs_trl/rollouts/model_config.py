@@ -7,13 +7,17 @@ from trl.trainer.utils import get_config_model_id
 from .rollout_config import RolloutConfig
 
 
-def config_of(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> PreTrainedConfig:
+# A model, or its name or folder, as trainers take it.
+Model = str | PreTrainedModel | PeftModel
+
+
+def config_of(model: Model, args: RolloutConfig) -> PreTrainedConfig:
     """Return the config of a model, which may be the name of one that is not loaded yet."""
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
 
 
-def weights_dtype(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> str:
+def weights_dtype(model: Model, args: RolloutConfig) -> str:
     """Return the name of the dtype of a model's weights; TRL loads float32 by default, and `auto` is the dtype of the
     checkpoint."""
     if not isinstance(model, str):

@@ -147,7 +147,7 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     packages = {module.partition(".")[0] for module in imported}
     if missing := packages - sys.stdlib_module_names - {"solution"}:
         raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
-    _refuse_skipped_tests(tree, packages)
+    _refuse_skipped_tests(tree)
     if None in read:
         script = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
         at_top_level = sum(isinstance(statement, ast.Assert) for statement in tree.body)
@@ -156,12 +156,12 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     return ProblemTests(name, tuple(cases), "tokens", prelude, are_asserts=True)
 
 
-def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
+def _refuse_skipped_tests(tree: ast.Module) -> None:
     """Raise a `ValueError` for tests that would not run, such as methods of a class that nothing uses, or that need
     an event loop."""
     nodes = list(ast.walk(tree))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if "asyncio" in imported | names or any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
+    if "asyncio" in names or any(_is_asynchronous(node) for node in nodes):
         raise UserError("Asserts need an event loop, and none runs in the sandbox. Remove them.")
     for block in [part for part in tree.body if isinstance(part, ast.If)]:
         is_main = "__name__" in ast.unparse(block.test)
@@ -171,6 +171,14 @@ def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
         methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
         if any(method.name.startswith("test") for method in methods):
             raise UserError(f"Tests in the class {kind.name} do not run. Make them functions.")
+
+
+def _is_asynchronous(node: ast.AST) -> bool:
+    """Whether a node defines a coroutine, or imports something of `asyncio` under another name. `import asyncio` alone
+    needs no event loop."""
+    if isinstance(node, ast.Import):
+        return any(alias.name.partition(".")[0] == "asyncio" and alias.asname for alias in node.names)
+    return isinstance(node, ast.AsyncFunctionDef) or (isinstance(node, ast.ImportFrom) and node.module == "asyncio")
 
 
 def _has_no_effect(statement: ast.stmt) -> bool:

@@ -492,7 +492,12 @@ def test_asserts_may_run_the_tests_of_a_class(verifier, run):
 
 @pytest.mark.parametrize(
     "test",
-    ["async def test():\n    assert await f(1) == 1", "from asyncio import run", "assert asyncio.run(f(1)) == 1"],
+    [
+        "async def test():\n    assert await f(1) == 1",
+        "from asyncio import run",
+        "import asyncio as aio",
+        "assert asyncio.run(f(1)) == 1",
+    ],
 )
 def test_asserts_that_need_an_event_loop_are_no_verdict(test):
     """None runs in the sandbox. Without one a test would pass that is not awaited, and right programs would fail."""
@@ -500,6 +505,11 @@ def test_asserts_that_need_an_event_loop_are_no_verdict(test):
     with pytest.raises(ValueError, match="event loop"):
         read_tests(tests)
     assert json_of_tests(tests) is None
+
+
+def test_an_import_of_asyncio_alone_needs_no_event_loop(verifier):
+    tests = asserts("import asyncio\nassert f(1) == 1")
+    assert verifier.grade([block(f"def f(x): return {value}") for value in (1, 2)], [tests] * 2) == [1.0, 0.0]
 
 
 ERRORS = """
